@@ -1,0 +1,1 @@
+"""The recurrences on tensors: reference, chunk algorithm and its stages."""

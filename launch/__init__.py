@@ -1,0 +1,1 @@
+"""Puts a run on machines: submission, jobs, the demo."""

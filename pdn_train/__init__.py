@@ -1,0 +1,1 @@
+"""The training system: configuration, data, model, engine, checkpoints, evaluation."""
