@@ -1,0 +1,374 @@
+"""The configuration of a run: defaults < YAML file < `section.key=value` on the command line.
+
+Every section is a frozen model whose fields are the keys. An unknown key, a wrong type, a duplicate YAML key or an impossible combination is a
+`ConfigError` that names the key, the value and the nearest valid name. This module imports neither torch nor DeepSpeed: a login node that
+submits a job reads configurations without waiting for them.
+
+YAML is read as version 1.2 reads numbers and booleans: `3e-4` is a float, `012` and `off` are text (and so are refused where a number or a
+choice is wanted) instead of 10 and false.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+
+from kernels.recurrence import RECURRENCES, Recurrence
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the key, the value and the way out."""
+
+
+def _integral(value: Any) -> Any:
+    """`1e4` is meant as 10000; 1.5 stays a float and is refused by the field's type."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    recurrence: Literal["dn", "gdn", "kda", "pdn", "pgdn", "pkda"] = "pgdn"
+    hidden_size: Positive = 1024
+    num_layers: Positive = 24
+    num_heads: Positive = 8
+    head_dim: Annotated[Positive, Field(ge=16, le=256)] = 128
+    intermediate_size: Positive | None = None  # SwiGLU's width; None: 8/3 of hidden_size, rounded up to 256
+    vocab_size: Positive = 32000
+    tie_embeddings: bool = True
+    norm_eps: Rate = 1e-6
+    kernel: Literal["triton", "torch"] = "torch"
+    neg_eigval: bool = False  # beta in [0, 2] instead of [0, 1]
+    tie_gates: bool = False  # the preconditioner's decay and gain are the state's own
+    precond_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.5  # x: the preconditioner lies in [1/x, x]
+    precond_form: Literal["squashed", "unstable_atk", "atq", "norm_kbk", "norm_1_kbk", "norm_beta"] = "squashed"
+    precond_interval: Literal["both", "up", "down"] = "both"  # [1/x, x] | [1, x] | [1/x, 1]
+
+    @property
+    def mixer(self) -> Recurrence:
+        return RECURRENCES[self.recurrence]
+
+    @property
+    def preconditioned(self) -> bool:
+        return self.mixer.preconditioner != "none"
+
+    @property
+    def mlp_size(self) -> int:
+        return self.intermediate_size or -(-self.hidden_size * 8 // (3 * 256)) * 256
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.neg_eigval and self.preconditioned and 2 * self.precond_bound > 2:
+            raise ValueError(
+                f"model.neg_eigval=true with model.precond_bound={self.precond_bound}: beta reaches 2, and 2 x precond_bound = "
+                f"{2 * self.precond_bound} > 2 lets the write eigenvalue leave the unit disk; use neg_eigval=false or precond_bound=1"
+            )
+        if self.tie_gates and self.recurrence not in ("pdn", "pgdn"):
+            raise ValueError(f"model.tie_gates=true is for recurrence pgdn (decay and gain) and pdn (gain), not {self.recurrence}")
+        special = [f"{k}={getattr(self, k)}" for k, plain in _PRECOND_DEFAULTS.items() if getattr(self, k) != plain]
+        if special and not self.preconditioned:
+            raise ValueError(f"model.{special[0]}: recurrence {self.recurrence} has no preconditioner; use pdn, pgdn or pkda")
+        if special and self.kernel == "triton":
+            raise ValueError(f"model.{special[0]} is an ablation of the torch backend; set model.kernel=torch")
+        return self
+
+
+_PRECOND_DEFAULTS = {"precond_form": "squashed", "precond_interval": "both"}
+
+
+class DataConfig(Section):
+    path: str | dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = None  # a folder of shards, or {folder: weight}
+    val_path: str | None = None
+    seq_len: Positive = 2048
+    seed: Count = 42
+    reset_at_documents: bool = False
+
+
+class OptimConfig(Section):
+    lr: Rate = 4e-4
+    min_lr: Rate = 4e-5
+    warmup_start: Rate = 0.0
+    warmup_steps: Count = 1024
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay_steps: Count = 0  # the last part of a wsd schedule
+    betas: Annotated[tuple[Fraction, Fraction], Strict(False)] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Rate = 0.01
+    decay_all: bool = False  # decay every parameter, as the paper's runs do, instead of the matrices only
+    clip: Rate = 1.0  # of the global gradient norm; 0: off
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"optim.min_lr={self.min_lr} is above optim.lr={self.lr}")
+        if self.warmup_start > self.lr:
+            raise ValueError(f"optim.warmup_start={self.warmup_start} is above optim.lr={self.lr}")
+        if self.schedule == "wsd" and not self.decay_steps:
+            raise ValueError("optim.schedule=wsd needs optim.decay_steps >= 1, the length of its last part")
+        if self.schedule != "wsd" and self.decay_steps:
+            raise ValueError(f"optim.decay_steps={self.decay_steps} is for optim.schedule=wsd, not {self.schedule}")
+        return self
+
+
+class TrainConfig(Section):
+    steps: Positive = 30000
+    micro_batch: Positive = 16  # sequences a rank holds at once
+    global_batch: Positive = 256  # sequences a step, over the whole world
+    seed: Count = 42
+    precision: Literal["bf16", "fp32"] = "bf16"
+    activation_checkpoint: Literal["none", "block", "selective"] = "none"
+    compile: bool = False
+    max_nonfinite: Positive = 10  # non-finite steps in a row that end the run
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU where there is one
+
+
+class ParallelConfig(Section):
+    sequence: Positive = 1
+    zero: Annotated[Count, Field(le=3)] = 1
+
+
+class CheckpointConfig(Section):
+    every: Positive = 1000
+    keep: Positive = 3  # newest ones kept
+    keep_every: Count = 0  # steps between milestones that are never removed; 0: none
+
+
+class EvalConfig(Section):
+    every: Count = 0  # steps between validations; 0: none
+    samples: Positive = 256  # validation samples, the same ones each time
+
+
+class LogConfig(Section):
+    every: Positive = 10
+
+
+class LaunchConfig(Section):
+    cluster: Literal["slurm", "local", "debug"] = "slurm"
+    nodes: Positive = 1
+    gpus_per_node: Count = 8
+    cpus_per_task: Positive = 8
+    minutes: Positive = 1440
+    partition: str | None = None
+    account: str | None = None
+    constraint: str | None = None
+    requeue: bool = True
+    max_requeues: Count = 20
+    hang_seconds: Positive = 900
+    setup: list[str] = []
+    sbatch_extra: list[str] = []
+
+
+class ResumeConfig(Section):
+    allow: list[str] = []  # keys that may differ from the checkpoint's (train.steps always may)
+
+
+class ProfileConfig(Section):
+    start: Count = 0
+    stop: Count = 0  # torch.profiler records steps start .. stop; equal: off
+
+
+class Config(Section):
+    """A whole run. Build it with `load`; `dump` gives the YAML text that `load` reads back."""
+
+    run_dir: str
+    init_from: str | None = None  # weights only, from a run, a checkpoint or an export
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    launch: LaunchConfig = LaunchConfig()
+    resume: ResumeConfig = ResumeConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.data.path is None:
+            raise ValueError("data.path is missing: name a folder made by `python -m data_prep.prepare`, or {folder: weight, ...}")
+        if self.eval.every and not self.data.val_path:
+            raise ValueError(f"eval.every={self.eval.every} needs data.val_path, a folder of validation shards")
+        if self.parallel.zero == 0 and self.train.precision == "bf16":
+            raise ValueError(
+                "parallel.zero=0 with train.precision=bf16: DeepSpeed's stage 0 starts Adam's count at 1 there and so trains differently; "
+                "use parallel.zero=1"
+            )
+        if self.profile.stop < self.profile.start:
+            raise ValueError(f"profile.stop={self.profile.stop} is before profile.start={self.profile.start}")
+        self._check_schedule()
+        self._check_sequence()
+        return self
+
+    def _check_schedule(self) -> None:
+        steps, optim = self.train.steps, self.optim
+        if optim.warmup_steps + optim.decay_steps > steps:
+            raise ValueError(
+                f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} do not fit in train.steps={steps}"
+            )
+
+    def _check_sequence(self) -> None:
+        ranks, length = self.parallel.sequence, self.data.seq_len
+        if length % ranks:
+            raise ValueError(f"parallel.sequence={ranks} does not divide data.seq_len={length}")
+        if ranks > 1 and length // ranks < 3:
+            raise ValueError(
+                f"parallel.sequence={ranks} cuts data.seq_len={length} into pieces of {length // ranks} tokens; the convolution needs 3"
+            )
+
+    def data_parallel(self, world_size: int) -> int:
+        """How many ranks see different samples: world_size / parallel.sequence."""
+        if world_size % self.parallel.sequence:
+            raise ConfigError(f"parallel.sequence={self.parallel.sequence} does not divide the world of {world_size} ranks")
+        return world_size // self.parallel.sequence
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches a rank runs per step: global_batch / (micro_batch x data-parallel ranks)."""
+        ranks = self.data_parallel(world_size)
+        at_once = self.train.micro_batch * ranks
+        if self.train.global_batch % at_once:
+            raise ConfigError(
+                f"train.global_batch={self.train.global_batch} is not a multiple of train.micro_batch={self.train.micro_batch} x "
+                f"{ranks} data-parallel ranks = {at_once}; the nearest that fit are "
+                f"{' and '.join(str(n) for n in _neighbours(self.train.global_batch, at_once))}"
+            )
+        return self.train.global_batch // at_once
+
+
+def _neighbours(value: int, step: int) -> list[int]:
+    below = value // step * step
+    return [n for n in (below, below + step) if n > 0]
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides, each value read as YAML.
+
+    Raises ConfigError for a file that is missing or not YAML, and for every fault the module docstring names.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    tree = parse(text, str(path))
+    for item in overrides or []:
+        _override(tree, item)
+    return build(tree, str(path))
+
+
+def build(tree: dict, source: str) -> Config:
+    """A Config from nested dictionaries; `source` is named in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(fault) for fault in error.errors())) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML; `load` of it gives the same Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def parse(text: str, source: str) -> dict:
+    """YAML text to nested dictionaries, with 1.2 numbers and no duplicate keys."""
+    try:
+        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: the file must be a mapping of sections, not {type(tree).__name__}")
+    return tree
+
+
+def _override(tree: dict, item: str) -> None:
+    key, equals, text = item.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"'{item}' on the command line is not of the form section.key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"'{item}' on the command line: {section} is a value, not a section")
+    tree[name] = parse(f"value: {text}", f"'{item}' on the command line")["value"]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's core numbers and booleans, refusing duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"null|~|", ["n", "~", ""]),
+    ("bool", r"true|false", list("tf")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+# YAML's own float constructor accepts what the pattern lets through; leading zeros such as 012 must not reach it as 12.0
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _number(loader.construct_scalar(node)))
+
+
+def _number(text: str) -> float | str:
+    return text if re.match(r"^[-+]?0[0-9]+$", text) else float(text)
+
+
+def _explain(fault: dict) -> str:
+    """One pydantic fault as a sentence with the key, the value and the way out."""
+    key = ".".join(str(part) for part in fault["loc"] if not str(part).startswith(("function-", "dict[", "str", "constrained")))
+    if fault["type"] == "extra_forbidden":
+        near = _nearest(fault["loc"])
+        return f"unknown key '{key}' (value {fault['input']!r})" + (f"; did you mean '{near}'?" if near else "")
+    if fault["type"] == "missing":
+        return f"{key} is missing"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"{key}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _nearest(location: tuple) -> str | None:
+    """The valid dotted key most like an unknown one: among its own section's keys first, then among all."""
+    *sections, name = [str(part) for part in location]
+    every = keys()
+    prefix = ".".join(sections) + "." if sections else ""
+    own = [key for key in every if key.startswith(prefix) and key.count(".") == len(sections)]
+    own += [] if sections else sorted({key.split(".")[0] for key in every if "." in key})
+    close = difflib.get_close_matches(prefix + name, own, n=1, cutoff=0.5)
+    if close:
+        return close[0]
+    by_name = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in every], n=1, cutoff=0.6)
+    return next((key for key in every if by_name and key.rpartition(".")[2] == by_name[0]), None)
+
+
+def keys() -> list[str]:
+    """Every valid dotted key, in order."""
+    found = []
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found += [f"{name}.{key}" for key in field.annotation.model_fields]
+        else:
+            found.append(name)
+    return found
