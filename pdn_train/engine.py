@@ -1,0 +1,177 @@
+"""DeepSpeed, and the only file that knows it: one optimizer step over micro-batches, and the ZeRO state on disk.
+
+What DeepSpeed does here: shard weights, gradients and optimizer state (stages 0 to 3), reduce gradients in fp32 and accumulate them in fp32,
+keep fp32 masters of bf16 weights, write and read its checkpoints. What it does not do: clipping, skipping of non-finite steps, schedules and
+loss scaling; those are the same at every stage, so they are ours (`pdn_train.optim`).
+
+The loss of a step is the sum of cross-entropies over all its target tokens divided by their global number; a micro-batch with few targets
+weighs little, one with none adds zero.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor, nn
+
+from pdn_train import zero
+from pdn_train.config import Config
+from pdn_train.data import Batch
+from pdn_train.optim import build_optimizer, guard, set_learning_rate
+from pdn_train.world import World
+
+# Only DeepSpeed's inference uses this host-memory op, and init would compile it for a minute
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed_logger.setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did, as tensors on the device: reading them waits for the step."""
+
+    loss: Tensor  # [] fp64, nats per target token over the whole world
+    grad_norm: Tensor  # [] fp32, before clipping
+    skipped: Tensor  # [] fp32, 1.0 where the step was not applied
+
+
+def deepspeed_config(config: Config, world_size: int) -> dict:
+    """The JSON that DeepSpeed gets; everything not named here is its default."""
+    bf16 = config.train.precision == "bf16"
+    stage = {"stage": config.parallel.zero, "overlap_comm": True, "contiguous_gradients": True}
+    if config.parallel.zero == 2 or (config.parallel.zero == 1 and not bf16):
+        stage["compute_grad_norm"] = False  # `Engine.step` has it already; stages 1 in bf16 and 3 insist on their own
+    return {
+        # DeepSpeed multiplies by all ranks, those of one sequence-parallel group included
+        "train_batch_size": config.train.global_batch * config.parallel.sequence,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": config.accumulation(world_size),
+        "zero_optimization": stage,
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+
+
+class Engine:
+    """A model under DeepSpeed ZeRO. Every method is collective: all ranks call it, in the same order."""
+
+    def __init__(self, model: nn.Module, config: Config, world: World):
+        """Moves `model` to this rank's device, in bf16 or fp32, with fp32 masters and AdamW state sharded by the ZeRO stage."""
+        self.world, self.stage, self.clip = world, config.parallel.zero, config.optim.clip
+        named = list(model.named_parameters())
+        optimizer = build_optimizer(((name, p) for name, p in named), config.optim)
+        names = {id(p): name for name, p in named}
+        self._order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        self._optimizer = optimizer
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
+        self.model: nn.Module = self._engine.module
+
+    def step(self, batches: list[Batch], rate: float, targets: int) -> Outcome:
+        """Forward and backward over this rank's micro-batches, then one AdamW step at `rate` unless a gradient is not finite.
+
+        targets: labels that count, over all ranks and micro-batches. No value is read back to the host.
+        """
+        self.model.train()
+        weight = self.world.size / max(1, targets)  # DeepSpeed averages over the world; the loss divides by the global count
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for i, batch in enumerate(batches):
+            self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            batch = batch.to(self.world.device)
+            loss = self._engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+            self._engine.backward(loss * weight, scale_wrt_gas=False)
+            total += loss.detach()
+        dist.all_reduce(total)
+        norm = self._gradient_norm()
+        skipped = guard(self._optimizer, norm, self.clip)
+        set_learning_rate(self._optimizer, rate)
+        self._engine.step()
+        return Outcome(total / max(1, targets), norm, skipped)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate in the optimizer's own groups."""
+        return self._optimizer.param_groups[0]["lr"]
+
+    @torch.no_grad()
+    def _gradient_norm(self) -> Tensor:
+        """L2 norm over the whole model of the accumulated, averaged fp32 gradients; NaN or inf where any of them is."""
+        gradients, sharded = zero.gradients(self._engine.optimizer, self.model)
+        square = torch.stack(torch._foreach_norm([g.float() for g in gradients])).square().sum() if gradients else self._zero()
+        if sharded:
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.world.device)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's ZeRO files into an existing folder."""
+        client = {"parameter_order": self._order}
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=client, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, bit for bit."""
+        found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        if found is None:
+            raise RuntimeError(f"DeepSpeed found nothing to load in {folder}")
+
+    def load_universal(self, folder: Path, applied_steps: int) -> None:
+        """Restore from a universal folder (see `to_universal`) whatever wrote it; `applied_steps` becomes AdamW's count."""
+        zero.load_full_state(self._engine.optimizer, self._optimizer, self.model, folder, applied_steps)
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def to_universal(checkpoint: Path, output: Path) -> None:
+    """One process: turn the ZeRO files of any stage and world size into one folder a parameter, `output`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt.
+
+    Stages 1 to 3 go through DeepSpeed's universal converter; stage 0 holds whole tensors already and is only laid out.
+    Raises RuntimeError with the converter's own words.
+    """
+    shutil.rmtree(output, ignore_errors=True)
+    if not list(checkpoint.glob("*_optim_states.pt")):
+        _lay_out_stage_0(checkpoint, output)
+        return
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(checkpoint)]
+    command += ["--output_folder", str(output), "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"DeepSpeed's universal conversion of {checkpoint} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def _lay_out_stage_0(checkpoint: Path, output: Path) -> None:
+    saved = _model_states(checkpoint)
+    states = saved["optimizer"]["state"]
+    for i, name in enumerate(saved["parameter_order"]):
+        folder = output / "zero" / name
+        folder.mkdir(parents=True)
+        torch.save(saved["module"][name], folder / "fp32.pt")
+        for key in ("exp_avg", "exp_avg_sq"):  # a run that has skipped every step so far has no moments yet
+            torch.save(states[i][key] if i in states else torch.zeros_like(saved["module"][name]), folder / f"{key}.pt")
+
+
+def gather_fp32_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """One process: every parameter and buffer by name, on the CPU, parameters as their fp32 masters, from the files of any stage."""
+    if list(checkpoint.glob("*_optim_states.pt")):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    else:
+        weights = _model_states(checkpoint)["module"]
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def _model_states(checkpoint: Path) -> dict:
+    return torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)

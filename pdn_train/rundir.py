@@ -1,0 +1,221 @@
+"""A run's folder: its paths, the record of what was run, and the lease that keeps it to one job.
+
+    config.yaml   the resolved configuration          code/             the files git tracks, as they were at the start
+    tokenizer.model                                   tb/               TensorBoard's event files
+    metrics.jsonl, validation.jsonl                   logs/             one text file a rank
+    checkpoints/  see pdn_train.checkpoint            lease.json        the job that owns the folder now
+
+The lease is a file with job, host, process and a heartbeat, renewed every HEARTBEAT_SECONDS. Another job takes it over at once when it has
+the same SLURM job id (a requeue) or when the owner's process on this very host is gone, else once the heartbeat is STALE_SECONDS old.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+HEARTBEAT_SECONDS = 10
+STALE_SECONDS = 120
+
+log = logging.getLogger(__name__)
+
+
+class RunDirError(RuntimeError):
+    """The run folder cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.model"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.path / "validation.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def lease(self) -> Path:
+        return self.path / "lease.json"
+
+    def create(self) -> None:
+        """Make the folders and prove that they can be written. Raises RunDirError naming the folder."""
+        try:
+            for folder in (self.path, self.tensorboard, self.logs, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{uuid.uuid4().hex}"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise RunDirError(f"run_dir={self.path} cannot be written ({error.strerror}); choose another run_dir or mend its rights") from error
+
+    def record(self, config: str, tokenizer: Path | None) -> None:
+        """Write what the run is made of: the configuration, the code, the tokenizer of its shards."""
+        write_whole(self.config, config.encode())
+        if tokenizer is not None:
+            write_whole(self.tokenizer, tokenizer.read_bytes())
+        snapshot_code(Path(__file__).resolve().parent.parent, self.code)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write aside, flush to disk, rename: the file is the old one or the new one, never a part."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def snapshot_code(root: Path, target: Path) -> None:
+    """Copy the files that git tracks below `root`, as they are now; outside a checkout, the packages' Python files."""
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False) if shutil.which("git") else None
+    if listed is not None and listed.returncode == 0 and listed.stdout:
+        names = [name for name in listed.stdout.decode().split("\0") if name]
+    else:
+        names = [str(p.relative_to(root)) for package in ("pdn_train", "kernels", "launch", "data_prep") for p in (root / package).rglob("*.py")]
+        log.info("no git checkout at %s: code/ holds the packages' Python files", root)
+    aside = target.with_name(f".code-{uuid.uuid4().hex}")
+    for name in names:
+        if (root / name).is_file():
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, aside / name)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+
+
+class Lease:
+    """One job's hold on a run folder. `acquire` before anything is written, `release` at the end; a thread renews it in between."""
+
+    def __init__(self, run_dir: RunDir, job: str | None):
+        """job: the SLURM job id, the same after a requeue; None outside SLURM."""
+        self._file = run_dir.lease
+        self._me = {"job": job, "host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid()), "token": uuid.uuid4().hex}
+        self._ended = threading.Event()
+        self.lost: str | None = None  # set by the thread when another job has taken the folder
+
+    def acquire(self) -> None:
+        """Take the folder. Raises RunDirError naming the owner where another job holds it."""
+        owner = _read_lease(self._file)
+        if owner is not None:
+            if not self._may_replace(owner):
+                raise RunDirError(
+                    f"{self._file.parent} is in use by job {owner.get('job') or '-'} (process {owner.get('pid')} on {owner.get('host')}), last seen "
+                    f"{time.time() - owner.get('time', 0):.0f} s ago; stop it, use another run_dir, or wait until it is {STALE_SECONDS} s silent"
+                )
+            self._remove(owner)
+        self._create()
+        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+
+    def release(self) -> None:
+        self._ended.set()
+        owner = _read_lease(self._file)
+        if owner is not None and owner.get("token") == self._me["token"]:
+            self._file.unlink(missing_ok=True)
+
+    def _may_replace(self, owner: dict) -> bool:
+        if owner.get("job") is not None and owner["job"] == self._me["job"]:
+            return True
+        if owner.get("host") == self._me["host"] and _process_start(owner.get("pid", -1)) != owner.get("started"):
+            return True
+        return time.time() - owner.get("time", 0) > STALE_SECONDS
+
+    def _remove(self, owner: dict) -> None:
+        """Only one of several that found the same dead lease wins the rename."""
+        aside = self._file.with_name(f".lease-{uuid.uuid4().hex}")
+        try:
+            self._file.rename(aside)
+        except FileNotFoundError:
+            return
+        aside.unlink()
+        log.warning("took over the lease of job %s (process %s on %s)", owner.get("job") or "-", owner.get("pid"), owner.get("host"))
+
+    def _create(self) -> None:
+        aside = self._file.with_name(f".lease-{uuid.uuid4().hex}")
+        aside.write_text(self._text())
+        try:
+            os.link(aside, self._file)  # fails where the file exists: two jobs that start together cannot both get it
+        except FileExistsError:
+            raise RunDirError(f"{self._file.parent} was taken by another job just now: {self._file.read_text()}") from None
+        finally:
+            aside.unlink()
+
+    def _text(self) -> str:
+        return json.dumps({**self._me, "time": time.time()})
+
+    def _renew(self) -> None:
+        while not self._ended.wait(HEARTBEAT_SECONDS):
+            owner = _read_lease(self._file)
+            if owner is None or owner.get("token") != self._me["token"]:
+                self.lost = f"the lease {self._file} now belongs to {owner}"
+                return
+            try:
+                write_whole(self._file, self._text().encode())
+            except OSError as error:  # a full disk must not end the run: the lease only grows older
+                log.warning("could not renew the lease %s: %s", self._file, error)
+
+
+def _read_lease(file: Path) -> dict | None:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}  # unreadable: no heartbeat, so stale
+
+
+def _process_start(pid: int) -> str | None:
+    """When the kernel started this process, which tells it from a later one with the same number; None where it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if fields[0] == "Z" else fields[19]

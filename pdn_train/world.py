@@ -1,0 +1,150 @@
+"""The processes of a run: who this one is, and the small agreements they make.
+
+`World.detect` is the only reader of RANK, WORLD_SIZE and the like; without them the world is one process. Two groups are opened: the one
+that carries gradients (NCCL on GPUs, gloo on CPUs) and a gloo group on the host for decisions, so that agreeing on a flag never waits for
+the GPU. The world is data-parallel x sequence-parallel: neighbouring ranks share a sample.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Disagreement(RuntimeError):
+    """Another rank could not go on; the message carries what it said."""
+
+
+@dataclass
+class World:
+    """rank: 0 .. size-1; local_rank: on this node; sequence: ranks that share one sample; device: where this rank computes."""
+
+    rank: int
+    local_rank: int
+    size: int
+    sequence: int
+    device: torch.device
+    _control: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @classmethod
+    def detect(cls, sequence: int = 1, device: Literal["auto", "cpu", "cuda"] = "auto") -> World:
+        """Read the launcher's variables (torchrun's, or those the SLURM job exports).
+
+        Raises ValueError where they contradict each other, and where `device` is cuda and there is none.
+        """
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun or with `python -m launch.submit`")
+        if size % sequence:
+            raise ValueError(f"parallel.sequence={sequence} does not divide WORLD_SIZE={size}")
+        return cls(rank, local_rank, size, sequence, _device(device, local_rank))
+
+    @property
+    def data_ranks(self) -> int:
+        return self.size // self.sequence
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.sequence
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def start(self, timeout_seconds: int) -> None:
+        """Open the process groups; a collective that waits longer than the timeout ends the process with an error."""
+        os.environ.setdefault("RANK", str(self.rank))
+        os.environ.setdefault("WORLD_SIZE", str(self.size))
+        os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if "MASTER_PORT" not in os.environ:
+            os.environ["MASTER_PORT"] = str(_free_port())
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        timeout = timedelta(seconds=timeout_seconds)
+        # device_id binds NCCL's communicator to the device at once: a later hang would have no name
+        device_id = self.device if self.device.type == "cuda" else None
+        dist.init_process_group("nccl" if device_id else "gloo", timeout=timeout, device_id=device_id)
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._control = None
+
+    def sum(self, values: list[int]) -> list[int]:
+        """The element-wise sum over all ranks of a few host integers (64-bit)."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says yes."""
+        return self._reduce([int(flag)], dist.ReduceOp.MAX)[0] > 0
+
+    def barrier(self) -> None:
+        self.sum([0])
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value (any small picklable object), in rank order, on every rank."""
+        if self._control is None:
+            return [value]
+        found: list = [None] * self.size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def from_leader(self, act: Callable[[], T]) -> T:
+        """Rank 0 acts; every rank gets what it returned, or the error it met."""
+        return self.together(lambda: act() if self.leads else None)[0]
+
+    def together(self, act: Callable[[], T]) -> list[T]:
+        """Every rank acts; where any failed, all of them raise, so that none waits in a later collective.
+
+        Returns each rank's result, in rank order. The rank that failed raises its own error, the others a Disagreement that quotes it.
+        """
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as fault:  # whatever it is, the other ranks must hear of it before this one leaves
+            error = fault
+        said = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        for rank, (_, fault) in enumerate(said):
+            if fault is not None:
+                raise Disagreement(f"rank {rank} stopped with {fault}")
+        return [value for value, _ in said]
+
+    def _reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+        if self._control is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=op, group=self._control)
+        return tensor.tolist()
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise ValueError("train.device=cuda: torch sees no GPU here; use train.device=cpu, or install a CUDA build of torch")
+    if wanted == "cpu" or not there:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; start at most that many ranks on a node"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
