@@ -61,6 +61,7 @@ class Checkpoints:
 
     def __init__(self, root: Path, config: CheckpointConfig, world: World):
         self.root, self._config, self._world = root, config, world
+        self.last_step: int | None = None  # of the newest whole checkpoint, found or written
 
     def save(self, engine, progress: Progress, config: Config, data: dict) -> Path:
         """Write, check and publish one checkpoint; returns its folder. engine: pdn_train.engine.Engine; data: the samples' fingerprint."""
@@ -80,6 +81,7 @@ class Checkpoints:
             "files": files,
         }
         self._world.from_leader(lambda: self._publish(temporary, final, state))
+        self.last_step = progress.step
         return final
 
     def newest(self) -> Saved | None:
@@ -93,6 +95,7 @@ class Checkpoints:
             state, fault = self._world.from_leader(lambda folder=folder: _read_state(folder))
             fault = fault or next((f for f in self._world.together(lambda f=folder, s=state: self._check_share(f, s)) if f), None)
             if fault is None:
+                self.last_step = _step(folder)
                 return Saved(folder, state)
             faults.append(fault)
             if self._world.leads:
@@ -111,7 +114,7 @@ class Checkpoints:
             engine.load(saved.folder)
             _set_rng_state(torch.load(saved.folder / f"rng_{self._world.rank:05d}.pt", weights_only=False))
             return
-        from pdn_train.engine import to_universal
+        from pdn_train.engine import to_universal  # here, so that reading a checkpoint's state needs no DeepSpeed
 
         log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, saved.state["world"], here)
         universal = saved.folder.with_name(saved.folder.name + ".universal")

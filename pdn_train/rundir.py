@@ -133,7 +133,7 @@ def snapshot_code(root: Path, target: Path) -> None:
 
 
 class Lease:
-    """One job's hold on a run folder. `acquire` before anything is written, `release` at the end; a thread renews it in between."""
+    """One job's hold on a run folder. `acquire` before anything is written; leaving the context releases it; a thread renews it in between."""
 
     def __init__(self, run_dir: RunDir, job: str | None):
         """job: the SLURM job id, the same after a requeue; None outside SLURM."""
@@ -155,7 +155,11 @@ class Lease:
         self._create()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
-    def release(self) -> None:
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the folder back; on a rank that never acquired it this does nothing."""
         self._ended.set()
         owner = _read_lease(self._file)
         if owner is not None and owner.get("token") == self._me["token"]:

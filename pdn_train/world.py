@@ -33,6 +33,7 @@ class World:
     size: int
     sequence: int
     device: torch.device
+    job: str | None = None  # SLURM's job id, the same after a requeue
     _control: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @classmethod
@@ -47,7 +48,7 @@ class World:
             raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun or with `python -m launch.submit`")
         if size % sequence:
             raise ValueError(f"parallel.sequence={sequence} does not divide WORLD_SIZE={size}")
-        return cls(rank, local_rank, size, sequence, _device(device, local_rank))
+        return cls(rank, local_rank, size, sequence, _device(device, local_rank), os.environ.get("SLURM_JOB_ID"))
 
     @property
     def data_ranks(self) -> int:
@@ -86,6 +87,10 @@ class World:
         """The element-wise sum over all ranks of a few host integers (64-bit)."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
+    def sum_floats(self, values: list[float]) -> list[float]:
+        """The element-wise sum over all ranks of a few host numbers (fp64), the same bits on every rank."""
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
+
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes."""
         return self._reduce([int(flag)], dist.ReduceOp.MAX)[0] > 0
@@ -104,6 +109,12 @@ class World:
     def from_leader(self, act: Callable[[], T]) -> T:
         """Rank 0 acts; every rank gets what it returned, or the error it met."""
         return self.together(lambda: act() if self.leads else None)[0]
+
+    def each(self, act: Callable[[], T]) -> T:
+        """`together`, for results that stay on their rank (open files, models)."""
+        kept: list[T] = []
+        self.together(lambda: kept.append(act()))
+        return kept[0]
 
     def together(self, act: Callable[[], T]) -> list[T]:
         """Every rank acts; where any failed, all of them raise, so that none waits in a later collective.

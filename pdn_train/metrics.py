@@ -1,0 +1,206 @@
+"""What a run says of itself: metrics.jsonl, TensorBoard and the progress line, all written by rank 0 alone.
+
+A step's numbers live on the device until they are needed; `Journal.add` reads those of the step before, so the host runs one step ahead.
+On resume everything past the checkpoint's step is cut away, from the event files too: TensorBoard shows one value per tag and step, whatever
+was killed when.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
+
+from pdn_train.checkpoint import Progress
+from pdn_train.rundir import RunDir, write_whole
+from pdn_train.world import World
+
+log = logging.getLogger(__name__)
+
+
+class NonfiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What turns seconds into rates: tokens a step, model FLOPs a token, the device's peak FLOP/s (None: unknown, mfu is null)."""
+
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    progress: Progress  # after the step, its skips not yet counted
+    rate: float
+    outcome: object  # engine.Outcome, on the device
+
+
+class Journal:
+    """Collects each finished step; every rank keeps one, since all must agree on the count of skipped steps; rank 0 writes."""
+
+    def __init__(self, run_dir: RunDir, world: World, start: Progress, pace: Pace, steps: int, every: int, max_nonfinite: int):
+        self._run_dir, self._world, self._pace = run_dir, world, pace
+        self._steps, self._every, self._max_nonfinite = steps, every, max_nonfinite
+        self._waiting: _Step | None = None
+        self._progress = start
+        self._since, self._since_step = time.perf_counter(), start.step
+        self._writer = SummaryWriter(str(run_dir.tensorboard)) if world.leads else None
+
+    def add(self, progress: Progress, rate: float, outcome: object) -> None:
+        """Take a step that was just launched; settles the one before. Raises NonfiniteError."""
+        before, self._waiting = self._waiting, _Step(progress, rate, outcome)
+        if before is not None:
+            self._settle(before)
+
+    def flush(self) -> Progress:
+        """Settle the last step and return the run's progress with the skipped steps counted."""
+        if self._waiting is not None:
+            last, self._waiting = self._waiting, None
+            self._settle(last)
+        return self._progress
+
+    def validation(self, progress: Progress, loss: float, targets: int) -> None:
+        """Write one validation: nats per target token over `targets` tokens."""
+        if self._writer is None:
+            return
+        entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "targets": targets}
+        _append(self._run_dir.validation, entry)
+        self._writer.add_scalar("validation/loss", loss, progress.step)
+        self._writer.flush()
+        log.info("step %d  validation loss %.4f over %d tokens", progress.step, loss, targets)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves what happens inside (a save, a validation) out of the rates."""
+        started = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - started
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _settle(self, step: _Step) -> None:
+        skipped = bool(step.outcome.skipped.item())
+        self._progress = replace(
+            step.progress,
+            skipped_steps=self._progress.skipped_steps + skipped,
+            skipped_in_row=self._progress.skipped_in_row + 1 if skipped else 0,
+        )
+        if skipped and self._world.leads:
+            log.warning("step %d skipped: a gradient was not finite (%d in a row)", self._progress.step, self._progress.skipped_in_row)
+        if self._progress.step % self._every == 0 or self._progress.step == self._steps:
+            self._write(step)
+        if self._progress.skipped_in_row >= self._max_nonfinite:
+            last = self._progress.step
+            raise NonfiniteError(
+                f"steps {last - self._progress.skipped_in_row + 1} to {last} all had gradients that are not finite (train.max_nonfinite="
+                f"{self._max_nonfinite}); resume with a lower optim.lr, or look at the data from sample {self._progress.position} backwards"
+            )
+
+    def _write(self, step: _Step) -> None:
+        now = time.perf_counter()
+        steps, seconds = self._progress.step - self._since_step, now - self._since
+        self._since, self._since_step = now, self._progress.step
+        if self._writer is None:
+            return
+        entry = self._entry(step, seconds / max(1, steps))
+        _append(self._run_dir.metrics, entry)
+        for key in entry.keys() - {"step"}:
+            if entry[key] is not None:
+                self._writer.add_scalar(f"train/{key}", entry[key], entry["step"])
+        self._writer.flush()
+        log.info(_progress_line(entry, self._steps))
+
+    def _entry(self, step: _Step, step_seconds: float) -> dict:
+        rate = self._pace.tokens_per_step / step_seconds
+        peak = self._pace.peak_flops
+        return {
+            "step": self._progress.step,
+            "tokens": self._progress.tokens,
+            "loss": step.outcome.loss.item(),
+            "lr": step.rate,
+            "grad_norm": step.outcome.grad_norm.item(),
+            "tokens_per_second": rate,
+            "mfu": rate * self._pace.flops_per_token / (peak * self._world.size) if peak else None,
+            "step_seconds": step_seconds,
+            "memory_gib": memory_gib(self._world.device),
+            "skipped_steps": self._progress.skipped_steps,
+        }
+
+
+def cut_back(run_dir: RunDir, step: int) -> None:
+    """One process: remove from metrics.jsonl, validation.jsonl and the event files all that is later than `step`."""
+    for file in (run_dir.metrics, run_dir.validation):
+        if file.exists():
+            kept = [line for line in file.read_text().splitlines() if (entry := _parse(line)) is not None and entry["step"] <= step]
+            write_whole(file, "".join(line + "\n" for line in kept).encode())
+    for file in run_dir.tensorboard.glob("events.out.tfevents.*"):
+        _cut_events(file, step)
+
+
+def memory_gib(device: torch.device) -> float:
+    """The peak so far: of the GPU's memory that torch has allocated, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _append(file: Path, entry: dict) -> None:
+    with file.open("a") as handle:
+        handle.write(json.dumps(entry) + "\n")
+
+
+def _parse(line: str) -> dict | None:
+    """A line that a kill cut short is not JSON; what it said is lost with it."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _cut_events(file: Path, step: int) -> None:
+    """Rewrite an event file without the events past `step`; a record that a kill cut short ends the file, as for TensorBoard itself."""
+    kept = [raw for raw in RawEventFileLoader(str(file)).Load() if not _is_later(raw, step)]
+    aside = file.with_name(f".{file.name}.cut")
+    with aside.open("wb") as handle:
+        writer = RecordWriter(handle)
+        for raw in kept:
+            writer.write(raw)
+        writer.flush()
+    aside.replace(file)
+
+
+def _is_later(raw: bytes, step: int) -> bool:
+    event = Event.FromString(raw)
+    return event.HasField("summary") and event.step > step
+
+
+def _progress_line(entry: dict, steps: int) -> str:
+    left = (steps - entry["step"]) * entry["step_seconds"]
+    mfu = f"  mfu {entry['mfu']:.1%}" if entry["mfu"] is not None else ""
+    skipped = f"  skipped {entry['skipped_steps']}" if entry["skipped_steps"] else ""
+    return (
+        f"step {entry['step']}/{steps}  loss {entry['loss']:.4f}  grad {entry['grad_norm']:.3f}  lr {entry['lr']:.2e}  "
+        f"{entry['tokens_per_second']:,.0f} tok/s{mfu}  {entry['memory_gib']:.1f} GiB{skipped}  ETA {_duration(left)}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

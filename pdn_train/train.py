@@ -1,0 +1,206 @@
+"""One training run: `torchrun --nproc-per-node N -m pdn_train.train yaml/X.yaml [section.key=value ...]`.
+
+Builds each part by name, resumes from the newest whole checkpoint of run_dir, then loops. Exits 0 when done, 75 when it was asked to stop and
+wrote a checkpoint, 2 for a configuration that cannot run, 1 for anything else. `--dry-run` prints what would run and starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from pdn_train import estimate
+from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, require_same_run
+from pdn_train.config import Config, ConfigError, dump, load
+from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples, share
+from pdn_train.engine import Engine, deepspeed_config
+from pdn_train.evaluate import evaluate_loss
+from pdn_train.export import load_into, load_weights
+from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
+from pdn_train.model import LanguageModel
+from pdn_train.optim import learning_rate
+from pdn_train.profiling import Profiler
+from pdn_train.rundir import Lease, RunDir, RunDirError
+from pdn_train.shards import ShardError
+from pdn_train.signals import REQUEUE, StopRequest
+from pdn_train.world import Disagreement, World
+
+log = logging.getLogger("pdn_train")
+
+
+def run(config: Config, world: World, stop: StopRequest) -> int:
+    """Train to config.train.steps or to a stop request; returns the exit code. Collective."""
+    accumulation = config.accumulation(world.size)
+    run_dir = RunDir(Path(config.run_dir))
+    samples, validation = open_data(config, world)
+    with take(run_dir, world) as lease:
+        checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint, world)
+        saved = checkpoints.newest()
+        if saved is not None:
+            world.together(lambda: require_same_run(saved, config, samples.fingerprint))
+        model = build_model(config, world, fresh=saved is None)
+        parameters = sum(p.numel() for p in model.parameters())
+        checkpoints.require_space(parameters)
+        engine = Engine(model, config, world)
+        if saved is not None:
+            checkpoints.restore(saved, engine, config)
+        progress = saved.progress if saved is not None else Progress()
+        world.from_leader(lambda: (run_dir.record(dump(config), samples.tokenizer_file), cut_back(run_dir, progress.step)))
+        announce(config, world, parameters, progress)
+
+        loader = Loader(samples, config.train.micro_batch, accumulation, world.data_rank, world.data_ranks, config.data.reset_at_documents)
+        journal = Journal(run_dir, world, progress, pace(config, world), config.train.steps, config.log.every, config.train.max_nonfinite)
+        profiler = Profiler(config.profile, run_dir.tensorboard, world)
+        tokens_per_step = config.train.global_batch * config.data.seq_len
+
+        def save() -> None:
+            with journal.paused():
+                checkpoints.save(engine, journal.flush(), config, samples.fingerprint)
+
+        with loader.steps(progress.position) as steps:
+            while progress.step < config.train.steps:
+                batches, position = next(steps)
+                # One small exchange between the hosts a step: how many targets it has, and whether any rank was told to stop
+                targets, stopping, lost = world.sum([sum(b.targets for b in batches), stop.name is not None, lease.lost is not None])
+                if lost:
+                    raise RunDirError(lease.lost or "rank 0 lost the lease of the run folder to another job")
+                if stopping:
+                    break
+                rate = learning_rate(progress.step, config.optim, config.train.steps)
+                with profiler.step(progress.step):
+                    outcome = engine.step(batches, rate, targets)
+                progress = replace(progress, step=progress.step + 1, position=position, tokens=progress.tokens + tokens_per_step)
+                journal.add(progress, rate, outcome)
+                if config.eval.every and progress.step % config.eval.every == 0:
+                    with journal.paused():
+                        journal.validation(journal.flush(), *validate(engine, validation, config, world))
+                if progress.step % config.checkpoint.every == 0:
+                    save()
+        if checkpoints.last_step != progress.step:
+            save()
+        journal.close()
+        done = progress.step == config.train.steps
+        if world.leads:
+            why = "done" if done else f"stopped at step {progress.step} ({stop.name or 'another rank was told to'}); the same command goes on from there"
+            log.info("%s: %s", why, checkpoints.root)
+        return 0 if done else REQUEUE
+
+
+def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
+    """The training samples, and the validation samples where they are wanted. Every rank opens and checks the shards."""
+
+    def act() -> tuple[Samples, Samples | None]:
+        data = config.data
+        samples = open_samples(data.path, data.seq_len, data.seed, config.model.vocab_size)
+        if not config.eval.every:
+            return samples, None
+        validation = open_samples(data.val_path, data.seq_len, data.seed, config.model.vocab_size, sequential=True)
+        check_same_tokenizer(samples, validation)
+        return samples, validation
+
+    return world.each(act)
+
+
+def take(run_dir: RunDir, world: World) -> Lease:
+    """Rank 0 makes the folder and takes its lease; then every rank logs there."""
+    lease = Lease(run_dir, world.job)
+    world.from_leader(lambda: (run_dir.create(), lease.acquire()) and None)
+    log_to(run_dir.logs / f"rank_{world.rank:05d}.log")
+    return lease
+
+
+def build_model(config: Config, world: World, fresh: bool) -> LanguageModel:
+    """The model with its initial weights: those of train.seed, or of `init_from` when the run starts fresh."""
+    torch.manual_seed(config.train.seed)
+    model = LanguageModel(config.model, activation_checkpoint=config.train.activation_checkpoint)
+    model.init_weights(config.train.seed)
+    if fresh and config.init_from is not None:
+        world.each(lambda: load_into(model, load_weights(config.init_from), config.init_from))
+    if config.train.compile:
+        for block in model.blocks:
+            block.compile()
+    return model
+
+
+def pace(config: Config, world: World) -> Pace:
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    return Pace(config.train.global_batch * config.data.seq_len, estimate.flops_per_token(config), estimate.peak_flops(device))
+
+
+def validate(engine: Engine, samples: Samples, config: Config, world: World) -> tuple[float, int]:
+    """(nats per target token, target tokens) over the first eval.samples validation samples, shared out over the ranks."""
+    batches = share(samples, config.eval.samples, config.train.micro_batch, world.data_rank, world.data_ranks, config.data.reset_at_documents)
+    loss, targets = evaluate_loss(engine.model, batches, world.device)
+    total = world.sum_floats([loss, float(targets)])
+    return total[0] / max(1.0, total[1]), int(total[1])
+
+
+def announce(config: Config, world: World, parameters: int, progress: Progress) -> None:
+    if world.leads:
+        log.info(
+            "%s, %.1fM parameters, %d x %s, ZeRO-%d, %s, %s",
+            config.model.recurrence, parameters / 1e6, world.size, world.device.type, config.parallel.zero, config.train.precision, config.run_dir,
+        )  # fmt: skip
+        if progress.step:
+            log.info("resumed at step %d, sample %d, %d tokens", progress.step, progress.position, progress.tokens)
+        else:
+            log.info("no checkpoint was published in %s: starting at step 0", RunDir(Path(config.run_dir)).checkpoints)
+
+
+def log_to(file: Path | None) -> None:
+    """Log to the terminal, or add a file to it."""
+    handler = logging.StreamHandler(sys.stdout) if file is None else logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S" if file is None else "%Y-%m-%d %H:%M:%S"))
+    for name in ("pdn_train", "kernels"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def dry_run(config: Config, world_size: int) -> str:
+    """What would run on `world_size` ranks, as text: estimates, batch arithmetic, DeepSpeed's JSON."""
+    return f"{estimate.report(config, world_size)}\n\nDeepSpeed configuration:\n{json.dumps(deepspeed_config(config, world_size), indent=2)}"
+
+
+# What a user can mend: said in one line, without a traceback
+EXPECTED = (CheckpointError, ConfigError, Disagreement, NonfiniteError, RunDirError, ShardError)
+
+
+@record
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pdn_train.train", description="Train one model; resumes by itself from run_dir/checkpoints.")
+    parser.add_argument("config", help="a file such as yaml/pgdn_tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("--dry-run", action="store_true", help="print parameters, FLOPs, memory, tokens and DeepSpeed's JSON; start nothing")
+    arguments = parser.parse_args(argv)
+    log_to(None)
+    try:
+        config = load(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            print(dry_run(config, config.launch.nodes * max(1, config.launch.gpus_per_node)))
+            return 0
+        stop = StopRequest()
+        world = World.detect(config.parallel.sequence, config.train.device)
+        config.accumulation(world.size)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    world.start(config.launch.hang_seconds)
+    try:
+        code = run(config, world, stop)
+    except EXPECTED as error:
+        log.error("rank %d: %s: %s", world.rank, type(error).__name__, error)
+        return 1
+    world.barrier()
+    world.stop()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
