@@ -35,7 +35,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: finished steps, samples consumed (the data position), tokens seen, steps skipped, and how many of those in a row."""
+    """Where a run stands: finished steps, samples consumed (the data position), tokens seen, steps skipped, the last of them in a row."""
 
     step: int = 0
     position: int = 0
@@ -124,7 +124,7 @@ class Checkpoints:
         self._world.from_leader(lambda: shutil.rmtree(universal))
 
     def require_space(self, parameters: int) -> None:
-        """Raise CheckpointError where the disk cannot hold one more checkpoint of so many parameters (14 bytes each: weights, master, moments)."""
+        """Raise CheckpointError where the disk cannot hold one more checkpoint: 14 bytes a parameter (weights, masters, moments)."""
         self._world.from_leader(lambda: _require_space(self.root, parameters * 14))
 
     def _prepare(self, temporary: Path) -> None:
@@ -135,7 +135,9 @@ class Checkpoints:
     def _checksums(self, folder: Path) -> dict:
         """{file: {bytes, sha256}} of all files, each rank reading its share, flushed to disk."""
         files = self._world.from_leader(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
-        mine = self._world.together(lambda: {name: _checksum(folder / name, flush=True) for name in files[self._world.rank :: self._world.size]})
+        mine = self._world.together(
+            lambda: {name: _checksum(folder / name, flush=True) for name in files[self._world.rank :: self._world.size]}
+        )
         return {name: entry for share in mine for name, entry in sorted(share.items())}
 
     def _publish(self, temporary: Path, final: Path, state: dict) -> None:
@@ -209,7 +211,9 @@ def require_same_run(saved: Saved, config: Config, data: dict) -> None:
     refused = [text for text in differing if text.partition(":")[0] not in config.resume.allow]
     if refused:
         raise CheckpointError(
-            f"{saved.folder} is of another run: " + "; ".join(refused) + ". Use another run_dir, or name the keys in resume.allow if this is meant"
+            f"{saved.folder} is of another run: "
+            + "; ".join(refused)
+            + ". Use another run_dir, or name the keys in resume.allow if this is meant"
         )
     if then["train"]["steps"] != now["train"]["steps"]:
         log.info("train.steps goes from %s to %s: the schedule follows the new number", then["train"]["steps"], now["train"]["steps"])
@@ -266,7 +270,8 @@ def _require_space(root: Path, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed:
         raise CheckpointError(
-            f"{root} has {free / 1e9:.1f} GB free, one checkpoint takes about {needed / 1e9:.1f} GB; free some space, lower checkpoint.keep or move run_dir"
+            f"{root} has {free / 1e9:.1f} GB free, one checkpoint takes about {needed / 1e9:.1f} GB; free some space, "
+            "lower checkpoint.keep or move run_dir"
         )
 
 

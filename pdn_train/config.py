@@ -1,7 +1,7 @@
 """The configuration of a run: defaults < YAML file < `section.key=value` on the command line.
 
-Every section is a frozen model whose fields are the keys. An unknown key, a wrong type, a duplicate YAML key or an impossible combination is a
-`ConfigError` that names the key, the value and the nearest valid name. This module imports neither torch nor DeepSpeed: a login node that
+Every section is a frozen model whose fields are the keys. An unknown key, a wrong type, a duplicate YAML key or an impossible combination
+is a `ConfigError` that names the key, the value and the nearest valid name. This module imports neither torch nor DeepSpeed: a login node
 submits a job reads configurations without waiting for them.
 
 YAML is read as version 1.2 reads numbers and booleans: `3e-4` is a float, `012` and `off` are text (and so are refused where a number or a

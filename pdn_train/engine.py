@@ -1,8 +1,8 @@
 """DeepSpeed, and the only file that knows it: one optimizer step over micro-batches, and the ZeRO state on disk.
 
-What DeepSpeed does here: shard weights, gradients and optimizer state (stages 0 to 3), reduce gradients in fp32 and accumulate them in fp32,
-keep fp32 masters of bf16 weights, write and read its checkpoints. What it does not do: clipping, skipping of non-finite steps, schedules and
-loss scaling; those are the same at every stage, so they are ours (`pdn_train.optim`).
+What DeepSpeed does here: shard weights, gradients and optimizer state (stages 0 to 3), reduce and accumulate gradients in fp32, keep fp32
+masters of bf16 weights, write and read its checkpoints. What it does not do: clipping, skipping of non-finite steps, schedules and loss
+scaling; those are the same at every stage, so they are ours (`pdn_train.optim`).
 
 The loss of a step is the sum of cross-entropies over all its target tokens divided by their global number; a micro-batch with few targets
 weighs little, one with none adds zero.
@@ -137,7 +137,7 @@ class Engine:
 
 
 def to_universal(checkpoint: Path, output: Path) -> None:
-    """One process: turn the ZeRO files of any stage and world size into one folder a parameter, `output`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt.
+    """One process: turn the ZeRO files of any stage and world size into `output`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt, whole tensors.
 
     Stages 1 to 3 go through DeepSpeed's universal converter; stage 0 holds whole tensors already and is only laid out.
     Raises RuntimeError with the converter's own words.

@@ -1,8 +1,8 @@
 """What a run says of itself: metrics.jsonl, TensorBoard and the progress line, all written by rank 0 alone.
 
 A step's numbers live on the device until they are needed; `Journal.add` reads those of the step before, so the host runs one step ahead.
-On resume everything past the checkpoint's step is cut away, from the event files too: TensorBoard shows one value per tag and step, whatever
-was killed when.
+On resume everything past the checkpoint's step is cut away, from the event files too: TensorBoard shows one value per tag and step,
+whatever was killed when.
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ class RunDir:
             probe.write_text("")
             probe.unlink()
         except OSError as error:
-            raise RunDirError(f"run_dir={self.path} cannot be written ({error.strerror}); choose another run_dir or mend its rights") from error
+            raise RunDirError(
+                f"run_dir={self.path} cannot be written ({error.strerror}); choose another run_dir or mend its rights"
+            ) from error
 
     def record(self, config: str, tokenizer: Path | None) -> None:
         """Write what the run is made of: the configuration, the code, the tokenizer of its shards."""
@@ -121,7 +123,9 @@ def snapshot_code(root: Path, target: Path) -> None:
     if listed is not None and listed.returncode == 0 and listed.stdout:
         names = [name for name in listed.stdout.decode().split("\0") if name]
     else:
-        names = [str(p.relative_to(root)) for package in ("pdn_train", "kernels", "launch", "data_prep") for p in (root / package).rglob("*.py")]
+        names = [
+            str(p.relative_to(root)) for package in ("pdn_train", "kernels", "launch", "data_prep") for p in (root / package).rglob("*.py")
+        ]
         log.info("no git checkout at %s: code/ holds the packages' Python files", root)
     aside = target.with_name(f".code-{uuid.uuid4().hex}")
     for name in names:
@@ -133,12 +137,18 @@ def snapshot_code(root: Path, target: Path) -> None:
 
 
 class Lease:
-    """One job's hold on a run folder. `acquire` before anything is written; leaving the context releases it; a thread renews it in between."""
+    """One job's hold on a run folder: `acquire` before anything is written, a thread renews it, leaving the context releases it."""
 
     def __init__(self, run_dir: RunDir, job: str | None):
         """job: the SLURM job id, the same after a requeue; None outside SLURM."""
         self._file = run_dir.lease
-        self._me = {"job": job, "host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid()), "token": uuid.uuid4().hex}
+        self._me = {
+            "job": job,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": _process_start(os.getpid()),
+            "token": uuid.uuid4().hex,
+        }
         self._ended = threading.Event()
         self.lost: str | None = None  # set by the thread when another job has taken the folder
 
@@ -147,9 +157,10 @@ class Lease:
         owner = _read_lease(self._file)
         if owner is not None:
             if not self._may_replace(owner):
+                silent = time.time() - owner.get("time", 0)
                 raise RunDirError(
-                    f"{self._file.parent} is in use by job {owner.get('job') or '-'} (process {owner.get('pid')} on {owner.get('host')}), last seen "
-                    f"{time.time() - owner.get('time', 0):.0f} s ago; stop it, use another run_dir, or wait until it is {STALE_SECONDS} s silent"
+                    f"{self._file.parent} is in use by job {owner.get('job') or '-'} (process {owner.get('pid')} on {owner.get('host')}), "
+                    f"last seen {silent:.0f} s ago; stop it, use another run_dir, or wait until it is {STALE_SECONDS} s silent"
                 )
             self._remove(owner)
         self._create()

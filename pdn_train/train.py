@@ -1,7 +1,7 @@
 """One training run: `torchrun --nproc-per-node N -m pdn_train.train yaml/X.yaml [section.key=value ...]`.
 
-Builds each part by name, resumes from the newest whole checkpoint of run_dir, then loops. Exits 0 when done, 75 when it was asked to stop and
-wrote a checkpoint, 2 for a configuration that cannot run, 1 for anything else. `--dry-run` prints what would run and starts nothing.
+Builds each part by name, resumes from the newest whole checkpoint of run_dir, then loops. Exits 0 when done, 75 when it was asked to stop
+and wrote a checkpoint, 2 for a configuration that cannot run, 1 for anything else. `--dry-run` prints what would run and starts nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         if saved is not None:
             checkpoints.restore(saved, engine, config)
         progress = saved.progress if saved is not None else Progress()
-        world.from_leader(lambda: (run_dir.record(dump(config), samples.tokenizer_file), cut_back(run_dir, progress.step)))
+        world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer_file))
+        world.from_leader(lambda: cut_back(run_dir, progress.step))
         announce(config, world, parameters, progress)
 
         loader = Loader(samples, config.train.micro_batch, accumulation, world.data_rank, world.data_ranks, config.data.reset_at_documents)
@@ -88,7 +89,11 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         journal.close()
         done = progress.step == config.train.steps
         if world.leads:
-            why = "done" if done else f"stopped at step {progress.step} ({stop.name or 'another rank was told to'}); the same command goes on from there"
+            why = (
+                "done"
+                if done
+                else f"stopped at step {progress.step} ({stop.name or 'another rank was told to'}); the same command goes on from there"
+            )
             log.info("%s: %s", why, checkpoints.root)
         return 0 if done else REQUEUE
 
@@ -111,7 +116,12 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
 def take(run_dir: RunDir, world: World) -> Lease:
     """Rank 0 makes the folder and takes its lease; then every rank logs there."""
     lease = Lease(run_dir, world.job)
-    world.from_leader(lambda: (run_dir.create(), lease.acquire()) and None)
+
+    def act() -> None:
+        run_dir.create()
+        lease.acquire()
+
+    world.from_leader(act)
     log_to(run_dir.logs / f"rank_{world.rank:05d}.log")
     return lease
 
@@ -136,7 +146,9 @@ def pace(config: Config, world: World) -> Pace:
 
 def validate(engine: Engine, samples: Samples, config: Config, world: World) -> tuple[float, int]:
     """(nats per target token, target tokens) over the first eval.samples validation samples, shared out over the ranks."""
-    batches = share(samples, config.eval.samples, config.train.micro_batch, world.data_rank, world.data_ranks, config.data.reset_at_documents)
+    batches = share(
+        samples, config.eval.samples, config.train.micro_batch, world.data_rank, world.data_ranks, config.data.reset_at_documents
+    )
     loss, targets = evaluate_loss(engine.model, batches, world.device)
     total = world.sum_floats([loss, float(targets)])
     return total[0] / max(1.0, total[1]), int(total[1])
@@ -144,10 +156,8 @@ def validate(engine: Engine, samples: Samples, config: Config, world: World) -> 
 
 def announce(config: Config, world: World, parameters: int, progress: Progress) -> None:
     if world.leads:
-        log.info(
-            "%s, %.1fM parameters, %d x %s, ZeRO-%d, %s, %s",
-            config.model.recurrence, parameters / 1e6, world.size, world.device.type, config.parallel.zero, config.train.precision, config.run_dir,
-        )  # fmt: skip
+        where = f"{world.size} x {world.device.type}, ZeRO-{config.parallel.zero}, {config.train.precision}"
+        log.info("%s, %.1fM parameters, %s, %s", config.model.recurrence, parameters / 1e6, where, config.run_dir)
         if progress.step:
             log.info("resumed at step %d, sample %d, %d tokens", progress.step, progress.position, progress.tokens)
         else:
@@ -165,7 +175,9 @@ def log_to(file: Path | None) -> None:
 
 def dry_run(config: Config, world_size: int) -> str:
     """What would run on `world_size` ranks, as text: estimates, batch arithmetic, DeepSpeed's JSON."""
-    return f"{estimate.report(config, world_size)}\n\nDeepSpeed configuration:\n{json.dumps(deepspeed_config(config, world_size), indent=2)}"
+    return (
+        f"{estimate.report(config, world_size)}\n\nDeepSpeed configuration:\n{json.dumps(deepspeed_config(config, world_size), indent=2)}"
+    )
 
 
 # What a user can mend: said in one line, without a traceback
@@ -177,7 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdn_train.train", description="Train one model; resumes by itself from run_dir/checkpoints.")
     parser.add_argument("config", help="a file such as yaml/pgdn_tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument("--dry-run", action="store_true", help="print parameters, FLOPs, memory, tokens and DeepSpeed's JSON; start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print parameters, FLOPs, memory, tokens and DeepSpeed's JSON; start nothing"
+    )
     arguments = parser.parse_args(argv)
     log_to(None)
     try:

@@ -5,8 +5,8 @@ DeepSpeed has three optimizers for our settings, each with its own layout:
   stage 1, bf16     BF16_Optimizer: flat fp32 partitions, whole fp32 gradients on every rank
   stages 1 and 2    DeepSpeedZeroOptimizer: flat fp32 partitions and their gradients
   stage 3           DeepSpeedZeroOptimizer_Stage3: parameters partitioned one by one
-Its own universal loader covers some stage changes and fails in others (2 -> 3, 3 -> 1); writing each parameter's piece where its layout keeps
-it covers all sixteen, and any world size.
+Its own universal loader covers some stage changes and fails in others (2 -> 3, 3 -> 1); writing each parameter's piece where its layout
+keeps it covers all sixteen, and any world size.
 """
 
 from __future__ import annotations
