@@ -1,0 +1,379 @@
+"""The shard format: a folder with `manifest.json` and `*.bin` files, written whole and read by position.
+
+    manifest.json   version, dtype, tokenizer.{file, sha256, vocab_size, bos_id, eos_id}, totals.{tokens, documents, bytes},
+                    shards: [{file, tokens, documents, bytes, sha256}]
+    000000.bin ...  the token ids, little-endian uint16 or uint32, no header
+
+Each document is its ids, then eos; no bos; a document never spans two shards. `tokens` counts the eos. `bytes` is the UTF-8 length of the
+source text, so that loss x tokens / bytes gives bits per byte; a file's size is tokens x itemsize. The shards joined in manifest order
+are one stream of tokens, addressed by 64-bit positions.
+
+Writing: a shard grows as `NAME.bin.partial` and is renamed when it is whole and on disk. `commit` and `resume` let a killed writer go on
+from its last commit with the same bytes.
+
+Reading: `os.pread` on a few open files, through the page cache. That costs what a memory map costs (one copy of a sample, 4 KB), but a
+file cut short under a running job is a short read, and so an error that names it; a map would kill the process with SIGBUS and no
+message. Opening checks every file's size (one stat each), `faults` its contents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+OPEN_FILES = 128  # kept open at once by a reader; common limits are 1024 a process
+BLOCK = 1 << 24  # bytes, or tokens, read at once
+EMPTY = {"tokens": 0, "documents": 0, "bytes": 0}
+
+
+class ShardError(ValueError):
+    """The shards cannot be used or written; the message names the file, the values and the way out."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TokenizerInfo(_Part):
+    """What the shards record of their tokenizer. `file` lies beside the manifest."""
+
+    file: str
+    sha256: str
+    vocab_size: int = Field(ge=1)
+    bos_id: int | None
+    eos_id: int = Field(ge=0)
+
+
+class Totals(_Part):
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+
+
+class Shard(_Part):
+    """One file: its tokens (eos included), documents, bytes of source text, and the sha256 of the file."""
+
+    file: str
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class Manifest(_Part):
+    version: int
+    dtype: str
+    tokenizer: TokenizerInfo
+    totals: Totals
+    shards: list[Shard]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest dtype that holds the ids 0 .. vocab_size - 1."""
+    if vocab_size > 2**32:
+        raise ShardError(f"a vocabulary of {vocab_size} pieces does not fit 32-bit ids")
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a folder. Raises ShardError where it is missing, not JSON, of another version, or lacks a key."""
+    path = Path(folder) / MANIFEST
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise ShardError(f"{folder} {_why_no_manifest(Path(folder))}") from None
+    except OSError as error:
+        raise ShardError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        tree = json.loads(text)
+        if isinstance(tree, dict) and tree.get("version", VERSION) != VERSION:
+            raise ShardError(f"{path} has version {tree['version']!r}, this program reads version {VERSION}; prepare the data again")
+        manifest = Manifest.model_validate(tree)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ShardError(f"{path}: {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']} (found {fault['input']!r})") from None
+    except json.JSONDecodeError as error:
+        raise ShardError(f"{path} is not JSON ({error}); copy or prepare the data again") from None
+    if manifest.dtype not in DTYPES:
+        raise ShardError(f"{path}: dtype {manifest.dtype!r} is none of {', '.join(DTYPES)}")
+    return manifest
+
+
+def _why_no_manifest(folder: Path) -> str:
+    if not folder.is_dir():
+        return "is not a folder: name one made by `python -m data_prep.prepare`"
+    if not any(folder.iterdir()):
+        return f"is empty (no {MANIFEST}): fill it with `python -m data_prep.prepare INPUT... --tokenizer FILE --output {folder}`"
+    if any(folder.glob("*.bin*")):
+        return f"has shards but no {MANIFEST}: its preparation did not finish; give the same `python -m data_prep.prepare` command again"
+    return f"has no {MANIFEST}: name a folder made by `python -m data_prep.prepare`"
+
+
+def write_manifest(folder: str | Path, manifest: Manifest) -> None:
+    """Put `manifest.json` into the folder, whole."""
+    write_whole(Path(folder) / MANIFEST, (json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file so that it is seen either not at all or whole and on disk: aside, fsync, rename."""
+    path = Path(path)
+    aside = path.with_name(path.name + ".partial")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ShardWriter:
+    """Cuts a stream of documents into shards of at most `shard_tokens` tokens (more only for one longer document).
+
+    Where the cuts lie depends on the stream alone. `add` appends a document; `finish` ends the last shard and returns the manifest. To
+    survive a kill, the caller keeps what `commit` returns on disk, then calls `publish`; a writer given the kept commits (`ended`: their
+    lists joined, `open_shard`: the last one's) goes on from there: what was written later is cut off, a rename that was lost is done.
+    Costs about 15 microseconds a document beside the disk; memory is one document.
+    """
+
+    def __init__(
+        self, folder: str | Path, tokenizer: TokenizerInfo, shard_tokens: int, ended: Iterable[dict] = (), open_shard: dict | None = None
+    ) -> None:
+        if shard_tokens < 1:
+            raise ShardError(f"shard_tokens={shard_tokens}: a shard holds at least 1 token")
+        self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
+        self.dtype = dtype_for(tokenizer.vocab_size)
+        self.shards = [Shard.model_validate(shard) for shard in ended]
+        self._committed = len(self.shards)  # of those, told to the caller
+        self._published = 0  # of those, known to have their own name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.publish()
+        for shard in self.shards:
+            check_size(self.folder, shard, self.dtype)
+        self._start(Totals.model_validate(open_shard or EMPTY))
+
+    @property
+    def totals(self) -> Totals:
+        parts = [*self.shards, self._open]
+        return Totals(**{name: sum(getattr(part, name) for part in parts) for name in Totals.model_fields})
+
+    def add(self, ids: np.ndarray, text_bytes: int) -> None:
+        """Append one document: its ids [n], n >= 1, without eos, which is added here; `text_bytes` is the UTF-8 length of its text."""
+        self._check(ids)
+        length = len(ids) + 1
+        if self._tokens and self._tokens + length > self.shard_tokens:
+            self.end_shard()
+        data = np.append(ids, self.tokenizer.eos_id).astype(DTYPES[self.dtype]).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._tokens += length
+        self._documents += 1
+        self._bytes += text_bytes
+
+    def end_shard(self) -> None:
+        """End the open shard here, if it holds anything; it gets its own name at the next `publish`."""
+        if not self._tokens:
+            return
+        self._sync()
+        self._file.close()
+        self.shards.append(Shard(file=_name(len(self.shards)), sha256=self._hash.hexdigest(), **self._open.model_dump()))
+        self._start(Totals(**EMPTY))
+
+    def commit(self) -> dict:
+        """Bring everything to disk; returns {"ended": shards ended since the last commit, "open": the open shard's counts}."""
+        self._sync()
+        ended = [shard.model_dump() for shard in self.shards[self._committed :]]
+        self._committed = len(self.shards)
+        return {"ended": ended, "open": self._open.model_dump()}
+
+    def publish(self) -> None:
+        """Give the ended shards their own names. Call it when the commit that lists them is on disk."""
+        for shard in self.shards[self._published :]:
+            partial = self.folder / (shard.file + ".partial")
+            if partial.exists():
+                os.replace(partial, self.folder / shard.file)
+        if self._published < len(self.shards):
+            _sync_folder(self.folder)
+        self._published = len(self.shards)
+
+    def finish(self) -> Manifest:
+        """End the last shard, publish everything and return the manifest (`write_manifest` puts it on disk)."""
+        self.end_shard()
+        self.publish()
+        self._file.close()
+        (self.folder / (_name(len(self.shards)) + ".partial")).unlink()
+        return Manifest(version=VERSION, dtype=self.dtype, tokenizer=self.tokenizer, totals=self.totals, shards=self.shards)
+
+    @property
+    def _open(self) -> Totals:
+        return Totals(tokens=self._tokens, documents=self._documents, bytes=self._bytes)
+
+    def _check(self, ids: np.ndarray) -> None:
+        if len(ids) == 0:
+            raise ShardError("an empty document cannot be told from two ends in a row; leave it out")
+        limit = min(self.tokenizer.vocab_size, np.iinfo(DTYPES[self.dtype]).max + 1)
+        worst = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
+        if not 0 <= worst < limit:
+            raise ShardError(f"token id {worst} does not fit {self.dtype} shards of a vocabulary of {self.tokenizer.vocab_size} pieces")
+        if (ids == self.tokenizer.eos_id).any():
+            raise ShardError(f"the end id {self.tokenizer.eos_id} stands inside a document; it may only end one")
+
+    def _start(self, kept: Totals) -> None:
+        """Open the next shard's partial file, keeping its first `kept.tokens` tokens."""
+        path = self.folder / (_name(len(self.shards)) + ".partial")
+        size = kept.tokens * DTYPES[self.dtype].itemsize
+        found = path.stat().st_size if path.exists() else 0
+        if found < size:
+            raise ShardError(f"{path} has {found} bytes, {size} were committed; remove {self.folder} and prepare the data again")
+        self._tokens, self._documents, self._bytes = kept.tokens, kept.documents, kept.bytes
+        self._hash = hashlib.sha256()
+        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - closed by end_shard or finish
+        self._file.truncate(size)
+        for block in iter(lambda: self._file.read(BLOCK), b""):
+            self._hash.update(block)
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _name(index: int) -> str:
+    return f"{index:06d}.bin"
+
+
+class Shards:
+    """The tokens of a folder as one stream. Build with `Shards.open`; reading is safe from several threads."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._dtype = DTYPES[manifest.dtype]
+        self._starts = np.zeros(len(manifest.shards) + 1, dtype=np.int64)  # [shards + 1], in tokens
+        np.cumsum([shard.tokens for shard in manifest.shards], out=self._starts[1:])
+        self._files: OrderedDict[int, int] = OrderedDict()  # shard -> descriptor, least recently read first
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Shards:
+        """Read the manifest and check that every shard is there with its full size. Raises ShardError naming file and both sizes."""
+        manifest = read_manifest(path)
+        if not manifest.shards:
+            raise ShardError(f"{Path(path) / MANIFEST} lists no shards: the folder holds no tokens; prepare it again from more text")
+        for shard in manifest.shards:
+            check_size(Path(path), shard, manifest.dtype)
+        return cls(Path(path), manifest)
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start .. stop - 1 of the stream, [stop - start] int64. Raises ShardError where a file is gone or short."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise ShardError(f"tokens {start} .. {stop} are outside the {self.tokens} tokens of {self.path}")
+        out = np.empty(stop - start, dtype=np.int64)
+        at = start
+        while at < stop:
+            index, offset = self._find(at)
+            count = min(stop - at, int(self._starts[index + 1]) - at, BLOCK)
+            out[at - start : at - start + count] = self._read_shard(index, offset, count)
+            at += count
+        return out
+
+    def locate(self, token: int) -> tuple[Path, int]:
+        """The file that holds a token of the stream, and the token's index in it."""
+        index, offset = self._find(token)
+        return self.path / self.manifest.shards[index].file, offset
+
+    def close(self) -> None:
+        """Close the files; the next read opens them again."""
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+    def _find(self, token: int) -> tuple[int, int]:
+        index = int(np.searchsorted(self._starts, token, side="right")) - 1
+        return index, token - int(self._starts[index])
+
+    def _read_shard(self, index: int, offset: int, count: int) -> np.ndarray:
+        size, at = count * self._dtype.itemsize, offset * self._dtype.itemsize
+        shard = self.manifest.shards[index]
+        try:
+            with self._lock:
+                data = os.pread(self._descriptor(index), size, at)
+        except OSError as error:
+            raise ShardError(f"cannot read {self.path / shard.file}: {error.strerror}; it was there when the run opened it") from error
+        if len(data) < size:
+            check_size(self.path, shard, self.manifest.dtype)
+            raise ShardError(
+                f"{self.path / shard.file} gave {len(data)} bytes at {at}, not {size}: it changed while the run was reading it"
+            )
+        return np.frombuffer(data, dtype=self._dtype)
+
+    def _descriptor(self, index: int) -> int:
+        if index not in self._files:
+            if len(self._files) >= OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[index] = os.open(self.path / self.manifest.shards[index].file, os.O_RDONLY)
+        self._files.move_to_end(index)
+        return self._files[index]
+
+
+def check_size(folder: Path, shard: Shard, dtype: str) -> None:
+    """Raise ShardError, naming file and both sizes, where a shard is missing or its size is not tokens x itemsize."""
+    path, expected = folder / shard.file, shard.tokens * DTYPES[dtype].itemsize
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise ShardError(f"{path} is missing: expected {expected} bytes, found no file; copy or prepare it again") from None
+    if found != expected:
+        raise ShardError(
+            f"{path} has the wrong size: expected {expected} bytes ({shard.tokens} {dtype} tokens), found {found}; copy or prepare it again"
+        )
+
+
+def faults(folder: str | Path, manifest: Manifest, shard: Shard) -> Iterator[str]:
+    """Everything wrong with one shard, each as a sentence that names the file: size, checksum, ids, ends. Reads the whole file once."""
+    path, eos = Path(folder) / shard.file, manifest.tokenizer.eos_id
+    try:
+        check_size(Path(folder), shard, manifest.dtype)
+    except ShardError as error:
+        yield str(error)
+        return
+    digest, ends, highest, last = hashlib.sha256(), 0, -1, eos
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(BLOCK), b""):
+            digest.update(block)
+            ids = np.frombuffer(block, dtype=DTYPES[manifest.dtype])
+            ends += int((ids == eos).sum())
+            highest, last = max(highest, int(ids.max())), int(ids[-1])
+    if digest.hexdigest() != shard.sha256:
+        yield f"{path}: the contents changed: expected sha256 {shard.sha256}, found {digest.hexdigest()}; copy or prepare it again"
+    if highest >= manifest.tokenizer.vocab_size:
+        yield f"{path}: token id {highest} is outside the vocabulary of {manifest.tokenizer.vocab_size}"
+    if ends != shard.documents:
+        yield f"{path}: {ends} end ids (id {eos}), but {shard.documents} documents are recorded"
+    if last != eos:
+        yield f"{path}: the last token is {last}, not the end id {eos}"
