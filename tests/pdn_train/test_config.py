@@ -1,0 +1,133 @@
+"""Configuration: precedence, types as meant, and errors that name the key, the value and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdn_train.config import ConfigError, build, dump, keys, load
+
+MINIMAL = "run_dir: runs/x\ndata: {path: shards}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def act(text: str = MINIMAL) -> str:
+        (tmp_path / "x.yaml").write_text(text)
+        return str(tmp_path / "x.yaml")
+
+    return act
+
+
+def test_defaults_then_file_then_command_line(write):
+    path = write(MINIMAL + "train: {steps: 5000, seed: 7}\n")
+    config = load(path, ["train.steps=2000", "optim.lr=3e-4"])
+    assert (config.train.steps, config.train.seed, config.train.micro_batch) == (2000, 7, 16)
+    assert config.optim.lr == 3e-4
+
+
+@pytest.mark.parametrize("text, value", [("3e-4", 3e-4), ("3.e-4", 3e-4), (".5", 0.5), ("1", 1.0), ("-0", None), ("1e-3", 1e-3)])
+def test_numbers_are_read_as_meant(write, text, value):
+    if value is None:
+        assert load(write(), [f"optim.weight_decay={text}"]).optim.weight_decay == 0
+    else:
+        assert load(write(), ["optim.min_lr=0", "optim.warmup_start=0", f"optim.lr={text}"]).optim.lr == value
+
+
+def test_a_count_written_with_an_exponent_is_a_count(write):
+    steps = load(write(), ["train.steps=1e4"]).train.steps
+    assert (steps, type(steps)) == (10000, int)
+
+
+REFUSED = [
+    ("optim: {gradient_cliping: 1.0}", ["unknown key 'optim.gradient_cliping'", "1.0", "did you mean 'optim.clip'"]),
+    ("optim: {warmup_steps: 012}", ["optim.warmup_steps", "'012'", "integer"]),
+    ("train: {activation_checkpoint: off}", ["train.activation_checkpoint", "'off'", "'none'"]),
+    ("train: {total_steps: 1e4}", ["unknown key 'train.total_steps'", "did you mean 'train.steps'"]),
+    ("optim: {lr: 3e-4, lr: 1e-3}", ["'lr' stands twice"]),
+    ("optim: {lr: abc}", ["optim.lr", "'abc'", "number"]),
+    ("optim: {lr: '3e-4'}", ["optim.lr", "'3e-4'"]),
+    ("optim: {lr: .nan}", ["optim.lr", "'.nan'"]),
+    ("train: {steps: 1.5}", ["train.steps", "1.5"]),
+    ("train: {steps: true}", ["train.steps", "True"]),
+    ("train: {compile: 1}", ["train.compile", "1", "boolean"]),
+    ("model: {recurrence: mamba}", ["model.recurrence", "'mamba'", "'pgdn'"]),
+    ("model: {head_dim: 8}", ["model.head_dim", "8", "16"]),
+    ("model: {head_dim: 512}", ["model.head_dim", "512", "256"]),
+    ("modell: {head_dim: 64}", ["unknown key 'modell'", "did you mean 'model'"]),
+    ("parallel: {zero: 0}", ["parallel.zero=0", "bf16", "use parallel.zero=1"]),
+    ("parallel: {zero: 4}", ["parallel.zero", "4"]),
+    ("model: {neg_eigval: true}", ["model.neg_eigval", "precond_bound=1.5", "3.0 > 2"]),
+    ("model: {recurrence: gdn, tie_gates: true}", ["model.tie_gates", "gdn"]),
+    ("model: {recurrence: gdn, precond_form: atq}", ["model.precond_form", "gdn"]),
+    ("model: {kernel: triton, precond_interval: up}", ["model.precond_interval", "model.kernel=torch"]),
+    ("parallel: {sequence: 3}", ["parallel.sequence=3", "data.seq_len=2048"]),
+    ("parallel: {sequence: 1024}", ["parallel.sequence=1024", "2 tokens", "needs 3"]),
+    ("optim: {schedule: wsd}", ["optim.decay_steps"]),
+    ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100"]),
+    ("eval: {every: 10}", ["data.val_path"]),
+    ("[1, 2]", ["mapping"]),
+    ("a: [1", ["x.yaml"]),
+]
+
+
+@pytest.mark.parametrize("text, said", REFUSED, ids=[text for text, _ in REFUSED])
+def test_refused_with_key_value_and_way_out(write, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load(write(text if text.startswith(("[", "a:")) else MINIMAL + text + "\n"))
+    for part in said:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "item, said", [("optim.lr", "section.key=value"), ("run_dir.x=1", "run_dir is a value"), ("lr=1", "did you mean 'optim.lr'")]
+)
+def test_bad_overrides(write, item, said):
+    with pytest.raises(ConfigError, match=said):
+        load(write(), [item])
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_neg_eigval_is_fine_without_a_preconditioner_or_with_bound_one(write):
+    assert load(write(), ["model.recurrence=gdn", "model.neg_eigval=true"]).model.neg_eigval
+    assert load(write(), ["model.neg_eigval=true", "model.precond_bound=1"]).model.neg_eigval
+
+
+def test_dump_reads_back_as_the_same_configuration(write, tmp_path):
+    config = load(write(), ["data.path={a: 1, b: 2.5}", "optim.betas=[0.9, 0.99]", "launch.setup=['module load x']", "init_from=null"])
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert load(tmp_path / "again.yaml") == config
+
+
+def test_batch_arithmetic_names_both_products():
+    config = build({"run_dir": "r", "data": {"path": "d"}, "train": {"micro_batch": 3, "global_batch": 256}}, "test")
+    with pytest.raises(ConfigError, match=r"global_batch=256 .*micro_batch=3 x 2 data-parallel ranks = 6.* 252 and 258"):
+        config.accumulation(2)
+    assert config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 252})}).accumulation(2) == 42
+
+
+def test_sequence_ranks_are_not_data_ranks():
+    config = build(
+        {"run_dir": "r", "data": {"path": "d"}, "parallel": {"sequence": 2}, "train": {"micro_batch": 1, "global_batch": 4}}, "test"
+    )
+    assert (config.data_parallel(4), config.accumulation(4)) == (2, 2)
+    with pytest.raises(ConfigError, match="world of 3 ranks"):
+        config.data_parallel(3)
+
+
+def test_every_contract_key_exists():
+    wanted = """
+    model.recurrence model.hidden_size model.num_layers model.num_heads model.head_dim model.vocab_size model.kernel
+    model.neg_eigval model.tie_gates model.precond_bound model.precond_form model.precond_interval data.path data.val_path
+    data.seq_len data.seed data.reset_at_documents optim.lr optim.min_lr optim.warmup_steps optim.warmup_start
+    optim.decay_steps optim.schedule optim.betas optim.eps optim.weight_decay optim.decay_all optim.clip train.steps
+    train.micro_batch train.global_batch train.seed train.precision train.activation_checkpoint train.compile
+    train.max_nonfinite parallel.sequence parallel.zero checkpoint.every checkpoint.keep checkpoint.keep_every eval.every
+    log.every launch.cluster launch.nodes launch.gpus_per_node launch.cpus_per_task launch.minutes launch.partition
+    launch.account launch.constraint launch.requeue launch.setup launch.max_requeues launch.hang_seconds launch.sbatch_extra
+    init_from resume.allow profile.start profile.stop run_dir
+    """
+    assert set(wanted.split()) <= set(keys())

@@ -1,0 +1,140 @@
+"""The run folder: whole files, the code snapshot, and a lease that real processes compete for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdn_train import rundir
+from pdn_train.rundir import Lease, RunDir, RunDirError, snapshot_code, write_whole
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from pdn_train.rundir import Lease, RunDir
+Lease(RunDir(Path(sys.argv[1])), sys.argv[2] or None).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+def hold(run_dir: RunDir, job: str = "") -> subprocess.Popen:
+    """Another process that takes the lease and keeps it."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir.path), job], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_a_second_job_is_refused_and_told_who_holds_the_folder(run_dir):
+    owner = hold(run_dir)
+    try:
+        with pytest.raises(RunDirError, match=f"in use by .*process {owner.pid} on "):
+            Lease(run_dir, "77").acquire()
+    finally:
+        end(owner)
+
+
+def test_a_killed_owner_on_this_host_is_replaced_at_once(run_dir):
+    end(hold(run_dir))
+    with Lease(run_dir, None) as lease:
+        lease.acquire()
+        assert json.loads(run_dir.lease.read_text())["pid"] == os.getpid()
+    assert not run_dir.lease.exists()
+
+
+def test_a_zombie_counts_as_gone(run_dir):
+    owner = hold(run_dir)
+    owner.kill()  # not waited for: its process number still answers
+    time.sleep(0.2)
+    Lease(run_dir, None).acquire()
+    owner.wait()
+
+
+def test_a_requeue_of_the_same_job_takes_over(run_dir):
+    run_dir.lease.write_text(json.dumps({"job": "42", "host": "elsewhere", "pid": 1, "time": time.time(), "token": "x"}))
+    Lease(run_dir, "42").acquire()
+
+
+@pytest.mark.parametrize("age, free", [(rundir.STALE_SECONDS - 20, False), (rundir.STALE_SECONDS + 1, True)])
+def test_a_lease_of_another_host_is_free_once_it_is_stale(run_dir, age, free):
+    run_dir.lease.write_text(json.dumps({"job": "42", "host": "elsewhere", "pid": 1, "time": time.time() - age, "token": "x"}))
+    lease = Lease(run_dir, "43")
+    if free:
+        lease.acquire()
+    else:
+        with pytest.raises(RunDirError, match="job 42"):
+            lease.acquire()
+
+
+def test_the_owner_learns_that_its_lease_was_taken(run_dir, monkeypatch):
+    monkeypatch.setattr(rundir, "HEARTBEAT_SECONDS", 0.02)
+    lease = Lease(run_dir, "1")
+    lease.acquire()
+    write_whole(run_dir.lease, json.dumps({"job": "2", "token": "other"}).encode())
+    deadline = time.time() + 5
+    while lease.lost is None and time.time() < deadline:
+        time.sleep(0.02)
+    assert "'job': '2'" in lease.lost
+    lease.__exit__()
+    assert run_dir.lease.exists(), "another job's lease must be left alone"
+
+
+def test_an_unreadable_lease_is_stale(run_dir):
+    run_dir.lease.write_text("{half a li")
+    Lease(run_dir, None).acquire()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match="file/run"):
+        RunDir(tmp_path / "file" / "run").create()
+
+
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    file = tmp_path / "x"
+    write_whole(file, b"old")
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_the_snapshot_holds_what_git_tracks(tmp_path):
+    root = tmp_path / "checkout"
+    (root / "pkg").mkdir(parents=True)
+    (root / "pkg" / "a b.py").write_text("1")
+    (root / "untracked.bin").write_text("2")
+    for command in (["init", "-q"], ["add", "pkg"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    (root / "pkg" / "a b.py").write_text("changed since")
+    for _ in range(2):  # a resume replaces the first snapshot
+        snapshot_code(root, tmp_path / "code")
+    assert [str(p.relative_to(tmp_path / "code")) for p in (tmp_path / "code").rglob("*") if p.is_file()] == ["pkg/a b.py"]
+    assert (tmp_path / "code" / "pkg" / "a b.py").read_text() == "changed since"
+
+
+def test_the_record_can_be_written_twice(run_dir, tmp_path):
+    (tmp_path / "tok").write_bytes(b"model")
+    for text in ("a: 1\n", "a: 2\n"):
+        run_dir.record(text, tmp_path / "tok")
+    assert (run_dir.config.read_text(), run_dir.tokenizer.read_bytes()) == ("a: 2\n", b"model")
+    assert (run_dir.code / "pdn_train" / "rundir.py").read_text() == Path(rundir.__file__).read_text()
