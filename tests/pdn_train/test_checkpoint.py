@@ -1,0 +1,203 @@
+"""Publication, choice and removal of checkpoints in one process; the ZeRO files themselves are tested with real processes in test_train."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdn_train import checkpoint
+from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, folder_name, newest, require_same_run
+from pdn_train.config import Config, build
+from pdn_train.world import World
+
+WORLD = World(0, 0, 1, 1, torch.device("cpu"))
+DATA = {"seed": 1, "folders": [{"manifest": "aa"}]}
+
+
+class FilesOnly:
+    """Stands in for the engine: two files whose content names the step."""
+
+    def save(self, folder: Path) -> None:
+        for rank in range(2):
+            (folder / f"rank_{rank}_optim_states.pt").write_bytes(folder.name.encode() * (rank + 1))
+
+
+def config(**changes: dict) -> Config:
+    tree = {"run_dir": "r", "data": {"path": "d"}, "train": {"steps": 3000}}
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return build(tree, "test")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path
+
+
+def save(root: Path, *steps: int, **keep: int) -> Checkpoints:
+    checkpoints = Checkpoints(root, config(checkpoint={"keep": 10, **keep}).checkpoint, WORLD)
+    for step in steps:
+        checkpoints.save(FilesOnly(), Progress(step, step * 4, step * 64), config(), DATA)
+    return checkpoints
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_a_published_checkpoint_is_whole(root):
+    checkpoints = save(root, 1000)
+    folder = root / "step_0000001000"
+    assert names(root) == ["step_0000001000"]
+    assert {"COMPLETE", "state.json", "rng_00000.pt"} <= set(names(folder))
+    saved = checkpoints.newest()
+    assert (saved.folder, saved.progress) == (folder, Progress(1000, 4000, 64000))
+    assert newest(root) == folder
+
+
+def test_no_checkpoint_ever_published_is_a_fresh_start(root):
+    (root / "step_0000000100.tmp").mkdir()
+    assert Checkpoints(root, config().checkpoint, WORLD).newest() is None
+    assert names(root) == []
+
+
+def damage_missing(folder):
+    (folder / "rank_1_optim_states.pt").unlink()
+
+
+def damage_truncated(folder):
+    file = folder / "rank_1_optim_states.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_flipped_bit(folder):
+    file = folder / "rank_1_optim_states.pt"
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+
+
+def damage_no_complete(folder):
+    (folder / "COMPLETE").unlink()
+
+
+def damage_state(folder):
+    (folder / "state.json").write_text((folder / "state.json").read_text().replace("1100", "1200"))
+
+
+def damage_garbage_state(folder):
+    (folder / "state.json").write_bytes(b"\xff\x00")
+
+
+DAMAGES = [
+    (damage_missing, "rank_1_optim_states.pt is missing"),
+    (damage_truncated, "37 bytes instead of 38"),
+    (damage_flipped_bit, "another checksum"),
+    (damage_no_complete, "COMPLETE is missing"),
+    (damage_state, "COMPLETE does not match"),
+    (damage_garbage_state, "COMPLETE does not match"),
+]
+
+
+@pytest.mark.parametrize("damage, said", DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, said):
+    """Numbers, not names, decide: 900 < 1000 < 1100; 1100 is damaged, 1200 was never finished, `latest` lies."""
+    checkpoints = save(root, 900, 1000, 1100)
+    damage(root / folder_name(1100))
+    (root / "step_1200.tmp").mkdir()
+    (root / "latest").write_text("step_0000001100")
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.newest().progress.step == 1000
+    assert "step_0000001100" in caplog.text and said in caplog.text
+    assert newest(root).name == "step_0000001000"
+
+
+def test_none_whole_is_an_error_not_a_fresh_start(root):
+    checkpoints = save(root, 10, 20)
+    for step in (10, 20):
+        damage_flipped_bit(root / folder_name(step))
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole .*another checksum.*start afresh"):
+        checkpoints.newest()
+    with pytest.raises(CheckpointError):
+        newest(root)
+
+
+def test_the_newest_are_kept_and_the_milestones(root):
+    save(root, 1000, 2000, 2500, 3000, 3500, 4000, keep=2, keep_every=2000)
+    assert names(root) == [folder_name(s) for s in (2000, 3000, 3500, 4000)]
+
+
+def test_saving_the_same_step_again_replaces_it(root):
+    checkpoints = save(root, 10)
+    damage_flipped_bit(root / folder_name(10))
+    save(root, 10)
+    assert checkpoints.newest().progress.step == 10
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["before rename", "before COMPLETE", "after COMPLETE"])
+def test_a_kill_at_any_moment_of_publication_loses_nothing(root, monkeypatch, moment):
+    checkpoints = save(root, 10)
+
+    def die(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if moment == "before rename":
+            patch.setattr(Path, "rename", die)
+        elif moment == "before COMPLETE":
+            patch.setattr(checkpoint, "_complete", die)
+        else:
+            patch.setattr(Checkpoints, "_prune", die)
+        with pytest.raises(Killed):
+            save(root, 20)
+    assert checkpoints.newest().progress.step == (10 if moment == "before rename" else 20)
+    assert names(root) == [folder_name(s) for s in ((10,) if moment == "before rename" else (10, 20))]
+
+
+def test_an_interrupted_first_publication_that_is_not_whole_is_a_fresh_start(root, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_complete", lambda *a: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            save(root, 20)
+    damage_truncated(root / folder_name(20))
+    assert Checkpoints(root, config().checkpoint, WORLD).newest() is None
+
+
+def test_a_run_that_differs_is_refused_with_every_difference(root):
+    saved = save(root, 10).newest()
+    require_same_run(saved, config(checkpoint={"every": 7}, log={"every": 1}, parallel={"zero": 2}, train={"steps": 9000}), DATA)
+    other = config(model={"num_layers": 2, "recurrence": "gdn"}, train={"global_batch": 512}, data={"seed": 9})
+    with pytest.raises(CheckpointError) as caught:
+        require_same_run(saved, other, {**DATA, "seed": 9})
+    for part in (
+        "model.num_layers: 24 then, 2 now",
+        "model.recurrence: 'pgdn' then, 'gdn' now",
+        "train.global_batch: 256 then, 512 now",
+        "seed 1 then, 9 now",
+    ):
+        assert part in str(caught.value)
+    allowed = config(optim={"lr": 1e-3}, resume={"allow": ["optim.lr"]})
+    require_same_run(saved, allowed, DATA)
+    with pytest.raises(CheckpointError, match="optim.lr: 0.0004 then, 0.001 now"):
+        require_same_run(saved, config(optim={"lr": 1e-3}), DATA)
+
+
+def test_a_disk_without_room_is_named_before_training(root):
+    with pytest.raises(CheckpointError, match="one checkpoint takes about"):
+        Checkpoints(root, config().checkpoint, WORLD).require_space(10**15)
+
+
+def test_state_json_tells_what_was_saved(root):
+    save(root, 10)
+    state = json.loads((root / folder_name(10) / "state.json").read_text())
+    assert state["progress"] == {"step": 10, "position": 40, "tokens": 640, "skipped_steps": 0, "skipped_in_row": 0}
+    assert state["world"] == {"size": 1, "sequence": 1, "zero": 1}
+    assert set(state["files"]) == {"rank_0_optim_states.pt", "rank_1_optim_states.pt", "rng_00000.pt"}
