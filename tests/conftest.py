@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep import prepare
 from data_prep import tokenizer as tokenizer_training
+from pdn_train.shards import ShardWriter, TokenizerInfo, write_manifest
 
 TEXT = Path(__file__).parent / "texts" / "genesis.txt"  # a verse a line, an empty line between chapters
 VERSES = 4  # a document
@@ -42,3 +44,21 @@ def tiny_shards(tiny_text, tiny_tokenizer) -> Path:
     arguments = ["--tokenizer", str(tiny_tokenizer), "--workers", "1", "--shard-tokens", "20000", "--val-fraction", "0.1"]
     assert prepare.main([str(tiny_text), *arguments, "--output", str(folder)]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_shards():
+    """make_shards(folder, documents, vocab_size=100, shard_tokens=1000, sha256="0") -> folder.
+
+    Writes lists of ids as shards, eos 2; no tokenizer file lies beside them.
+    """
+
+    def make(folder: Path, documents: list, vocab_size: int = 100, shard_tokens: int = 1000, sha256: str = "0") -> Path:
+        info = TokenizerInfo(file="tokenizer.model", sha256=sha256, vocab_size=vocab_size, bos_id=1, eos_id=2)
+        writer = ShardWriter(folder, info, shard_tokens)
+        for ids in documents:
+            writer.add(np.asarray(ids), len(ids))
+        write_manifest(folder, writer.finish())
+        return folder
+
+    return make
