@@ -291,10 +291,9 @@ class LanguageModel(nn.Module):
         With labels [B, T] int64: the sum of the cross-entropy over labels != -100, in nats, an fp32 scalar (fp64 for an fp64 model), 0
         when all are -100. Divide it by the targets of the whole step. With cu_seqlens [N + 1], B is 1 and N sequences lie side by side.
         """
-        run = _RUN_BLOCK[self.activation_checkpoint] if torch.is_grad_enabled() else _run_plainly
         x = self.embedding(input_ids)
         for block in self.blocks:
-            x = run(block, x, cu_seqlens)
+            x = _RUN_BLOCK[self.activation_checkpoint](block, x, cu_seqlens)
         return self.head(self.norm(x), labels)
 
     def prefill(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Cache]:
@@ -394,25 +393,28 @@ def _keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     torch's own create_selective_checkpoint_contexts counts every operator and stops at one that the forward pass did not run. ZeRO-3
     gathers and frees parameters at other moments when a block runs again, so only the products may be counted.
     """
-    kept: list[tuple[Tensor, int]] = []  # each with its version, which rises when it is changed in place
+    kept: list[Tensor] = []
     return _Keep(kept), _HandBack(kept)
 
 
 class _Keep(TorchDispatchMode):
-    def __init__(self, kept: list[tuple[Tensor, int]]):
+    def __init__(self, kept: list[Tensor]):
         super().__init__()
-        self.kept = kept
+        self.kept, self.places = kept, set()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        changed = args[0] if op._schema.is_mutable and args else None
+        if isinstance(changed, Tensor) and _place(changed) in self.places:
+            raise RuntimeError(f"{op} changes in place a product {list(changed.shape)} that selective checkpointing keeps")
         out = op(*args, **(kwargs or {}))
         if op is _PRODUCT:
-            kept = out.detach()
-            self.kept.append((kept, kept._version))
+            self.kept.append(out.detach())
+            self.places.add(_place(out))
         return out
 
 
 class _HandBack(TorchDispatchMode):
-    def __init__(self, kept: list[tuple[Tensor, int]]):
+    def __init__(self, kept: list[Tensor]):
         super().__init__()
         self.kept = kept
 
@@ -421,12 +423,11 @@ class _HandBack(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is not _PRODUCT:
-            return op(*args, **(kwargs or {}))
-        product, version = next(self.next)
-        if product._version != version:
-            raise RuntimeError(f"a product {list(product.shape)} kept by selective checkpointing was changed in place after it was kept")
-        return product.detach()
+        return next(self.next).detach() if op is _PRODUCT else op(*args, **(kwargs or {}))
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 _RUN_BLOCK = {"none": _run_plainly, "block": _run_again, "selective": _run_between_products}
