@@ -80,7 +80,7 @@ def prepare(q, k, v, beta, decay, precond, scale, normalize_qk) -> Operands:
     dtype = computation_dtype(q)
     if precond is not None:
         precond = replace(precond, decay=precond.decay.to(dtype), gain=precond.gain.to(dtype), center=precond.center.to(dtype))
-    q, k = q.to(dtype), k.to(dtype)
+    q, k = q.to(dtype).contiguous(), k.to(dtype).contiguous()  # else the strides would set the order of the sums below
     if normalize_qk:
         q, k = normalize(q), normalize(k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
