@@ -76,8 +76,6 @@ class Encoder:
         ids = self.tokenizer.encode(text)
         if not ids:
             raise BadRecord("empty text", "it has no tokens")
-        if self.tokenizer.eos_id in ids:
-            raise BadRecord("end token inside", f"the text contains id {self.tokenizer.eos_id}, which ends documents")
         if self.rules.lossless and self.tokenizer.decode(ids) != text:
             raise BadRecord("not lossless", "decoding its ids gives another text")
         return Document(np.array(ids, dtype=np.uint32), len(data), in_validation(data, self.rules.val_fraction))
