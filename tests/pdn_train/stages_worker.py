@@ -1,0 +1,109 @@
+"""Run under torchrun by test_stages.py: trains a tiny model at ZeRO stages, saves, and goes on from those checkpoints at every stage.
+
+stages_worker.py save FOLDER PRECISION STAGE...     five steps at each stage; a checkpoint after the third; prints the losses
+stages_worker.py load FOLDER PRECISION STAGE...     steps four and five, from each checkpoint in FOLDER at each stage; prints the losses
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from pdn_train.checkpoint import Checkpoints, Progress
+from pdn_train.config import Config, build
+from pdn_train.data import Batch
+from pdn_train.engine import Engine
+from pdn_train.model import LanguageModel
+from pdn_train.world import World
+
+GLOBAL_BATCH, LENGTH, VOCABULARY = 4, 24, 50
+MODEL = {
+    "recurrence": "pgdn",
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+}
+BAD_STEP = 1  # its gradients are NaN on rank 0: Adam's count must survive the skip
+
+
+def config_for(stage: int, precision: str, world: World) -> Config:
+    return build(
+        {
+            "run_dir": "unused",
+            "model": MODEL,
+            "data": {"path": "unused", "seq_len": LENGTH},
+            "optim": {"lr": 1e-2, "min_lr": 1e-2, "warmup_steps": 0},
+            "train": {"micro_batch": 1, "global_batch": GLOBAL_BATCH, "precision": precision, "device": "cpu"},
+            "parallel": {"zero": stage},
+        },
+        "test",
+    )
+
+
+def batches(step: int, world: World) -> list[Batch]:
+    """This rank's share of a global batch that is the same for any world size; rows of 24, 20, 16, 12 targets."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    mine = []
+    for row in range(world.rank, GLOBAL_BATCH, world.size):
+        labels = ids[row : row + 1, 1:].clone()
+        labels[:, : 4 * row] = -100
+        mine.append(Batch(ids[row : row + 1, :-1], labels, None, int((labels != -100).sum())))
+    return mine
+
+
+def take_steps(engine: Engine, world: World, first: int, last: int) -> list[list[float]]:
+    told = []
+    for step in range(first, last + 1):
+        mine = batches(step, world)
+        hook = poison(engine) if step == BAD_STEP and world.rank == 0 else None
+        outcome = engine.step(mine, 1e-2, world.sum([sum(b.targets for b in mine)])[0])
+        if hook is not None:
+            hook.remove()
+        told.append([outcome.loss.item(), outcome.grad_norm.item(), outcome.skipped.item()])
+    return told
+
+
+def poison(engine: Engine):
+    """A NaN in the gradient of the last norm's output, forward untouched."""
+    return engine.model.norm.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * float("nan"), *grad_in[1:]))
+
+
+def engine_for(config: Config, world: World, seed: int) -> Engine:
+    model = LanguageModel(config.model)
+    model.init_weights(seed)
+    return Engine(model, config, world)
+
+
+def main(action: str, folder: str, precision: str, *stages: str) -> None:
+    world = World.detect(device="cpu")
+    world.start(120)
+    told = {}
+    for stage in map(int, stages):
+        config = config_for(stage, precision, world)
+        if action == "save":
+            checkpoints = Checkpoints(Path(folder) / str(stage), config.checkpoint, world)
+            engine = engine_for(config, world, seed=0)
+            before = take_steps(engine, world, 0, 2)
+            checkpoints.save(engine, Progress(3, 12, 0, skipped_steps=1), config, {})
+            told[stage] = before + take_steps(engine, world, 3, 4)
+            continue
+        for source in sorted(Path(folder).iterdir()):
+            checkpoints = Checkpoints(source, config.checkpoint, world)
+            engine = engine_for(config, world, seed=1)
+            checkpoints.restore(checkpoints.newest(), engine, config)
+            told[f"{source.name} -> {stage}"] = take_steps(engine, world, 3, 4)
+    if world.leads:
+        print("TOLD " + json.dumps(told))
+    world.barrier()
+    world.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
