@@ -40,7 +40,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from kernels.operands import Operands, State, initial
+from kernels.operands import Operands, State, indices, initial
 from kernels.preconditioner import read_query, write_key
 
 CHUNK = 64  # rows at most
@@ -85,11 +85,11 @@ class Layout:
         lengths = [stop - start for start, stop in pairwise(bounds)]
         order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
         active = _active([-(-lengths[n] // chunk) for n in order])
-        first = torch.tensor([0, *accumulate(active)], device=device)  # [steps + 1] the first chunk of each step
-        order = torch.tensor(order, device=device)
+        first = indices([0, *accumulate(active)], device)  # [steps + 1] the first chunk of each step
+        order = indices(order, device)
         rank = torch.argsort(order)
-        sequence = torch.repeat_interleave(torch.tensor(lengths, device=device), output_size=bounds[-1])  # [B * T]
-        place = torch.arange(bounds[-1], device=device) - torch.tensor(bounds, device=device)[sequence]
+        sequence = torch.repeat_interleave(indices(lengths, device), output_size=bounds[-1])  # [B * T]
+        place = torch.arange(bounds[-1], device=device) - indices(bounds, device)[sequence]
         rows = (first[place // chunk] + rank[sequence]) * chunk + place % chunk
         return Layout(chunk, active, order, rank, rows)
 

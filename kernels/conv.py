@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.checks import FLOATS, check_bounds
-from kernels.operands import computation_dtype
+from kernels.operands import computation_dtype, indices
 
 
 def short_conv(
@@ -37,13 +37,14 @@ def short_conv(
         initial_state = x.new_zeros(sequences, past, channels)
     _check_history("initial_state", initial_state, x, (sequences, past, channels))
 
-    heads, rows = _places(bounds, past, x.device)
+    starts = indices(bounds, x.device)
+    heads, rows = _places(starts, length * batch, past)
     buffer = x.new_zeros(len(rows) + sequences * past, channels).index_copy(0, rows, x.flatten(0, 1))
     buffer = buffer.index_copy(0, heads.flatten(), initial_state.to(x.dtype).flatten(0, 1))
     y = _convolve(buffer, weight).index_select(0, rows - past).view_as(x)
     if not output_final_state:
         return y, None
-    ends = heads + torch.tensor(bounds, device=x.device).diff()[:, None]
+    ends = heads + starts.diff()[:, None]
     return y, buffer.index_select(0, ends.flatten()).view(sequences, past, channels)
 
 
@@ -58,13 +59,12 @@ def short_conv_step(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return F.silu((window.to(dtype) * weight.to(dtype).T).sum(1)).to(x.dtype)
 
 
-def _places(bounds: tuple[int, ...], past: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of the buffer: of each sequence's history [N, W - 1] and of each token [B * T]."""
-    starts = torch.tensor(bounds, device=device)
-    number = torch.arange(len(bounds) - 1, device=device)
-    heads = (starts[:-1] + number * past)[:, None] + torch.arange(past, device=device)
-    sequence = torch.repeat_interleave(number, starts.diff(), output_size=bounds[-1])
-    return heads, torch.arange(bounds[-1], device=device) + (sequence + 1) * past
+def _places(starts: Tensor, tokens: int, past: int) -> tuple[Tensor, Tensor]:
+    """Rows of the buffer, from where the sequences start [N + 1]: of each one's history [N, W - 1] and of each token [B * T]."""
+    number = torch.arange(len(starts) - 1, device=starts.device)
+    heads = (starts[:-1] + number * past)[:, None] + torch.arange(past, device=starts.device)
+    sequence = torch.repeat_interleave(number, starts.diff(), output_size=tokens)
+    return heads, torch.arange(tokens, device=starts.device) + (sequence + 1) * past
 
 
 def _convolve(buffer: Tensor, weight: Tensor) -> Tensor:

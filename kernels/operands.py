@@ -7,6 +7,7 @@ defined here and nowhere else, so that the reference, the chunk algorithm and de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -68,6 +69,11 @@ class Operands:
 def computation_dtype(x: Tensor) -> torch.dtype:
     """fp64 stays; fp32, bf16 and fp16 are computed in fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def indices(values: Sequence[int], device: torch.device) -> Tensor:
+    """int64 indices on a device; unlike torch.tensor(values, device=...) it does not wait for the device."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 def normalize(x: Tensor) -> Tensor:

@@ -321,6 +321,18 @@ def test_fp32_states_serve_fp64_inputs_and_fp32_gates_serve_bf16(case):
     assert one.call(t, "torch")[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_scale_and_normalisation(backend, case):
+    """The default scale is K ** -0.5, the output is linear in it, and q and k may come as unit vectors already."""
+    one = case("pgdn", 9, K=20, V=33)
+    o, state = one.call(one.tensors, backend)
+    scaled, same_state = one.call(one.tensors, backend, scale=0.5)
+    torch.testing.assert_close(scaled, o * 0.5 * 20**0.5, rtol=1e-12, atol=0)
+    unit = {n: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for n, x in one.tensors.items() if n in ("q", "k")}
+    torch.testing.assert_close(one.call(one.tensors | unit, backend, normalize_qk=False)[0], o, rtol=1e-12, atol=1e-14)
+    assert torch.equal(state.s, same_state.s)
+
+
 def test_no_state_unless_asked_for(case):
     one = case("pgdn", 5)
     assert one.call(one.tensors, "torch", output_final_state=False)[1] is None
