@@ -51,6 +51,12 @@ class Batch:
         """The batch with ids and labels on a device; without waiting where they are pinned."""
         return replace(self, input_ids=self.input_ids.to(device, non_blocking=True), labels=self.labels.to(device, non_blocking=True))
 
+    def first_rows(self, count: int, seq_len: int) -> Batch:
+        """The batch with the targets of its first `count` samples only."""
+        labels = self.labels.clone()
+        labels.view(-1)[count * seq_len :] = IGNORE
+        return replace(self, labels=labels, targets=int((labels != IGNORE).sum()))
+
     def pinned(self) -> Batch:
         """The batch with ids and labels in page-locked memory, for a copy to the GPU that does not wait."""
         return replace(self, input_ids=self.input_ids.pin_memory(), labels=self.labels.pin_memory())
@@ -133,6 +139,11 @@ class Samples:
     @property
     def paths(self) -> list[Path]:
         return [shards.path for shards in self._folders]
+
+    @property
+    def tokenizer(self) -> Path:
+        """The sentencepiece model that lies beside the first folder's shards."""
+        return self._folders[0].path / self._folders[0].manifest.tokenizer.file
 
     @property
     def eos_id(self) -> int:
@@ -281,6 +292,16 @@ class Loader:
                 yield batches, position
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def once(self, count: int) -> Iterator[Batch]:
+        """The first `count` samples (all of them where there are fewer), each once, shared out over the ranks.
+
+        Every rank gets as many batches, since a sharded model runs on all ranks together; slots past the end have no targets.
+        """
+        count = min(count, len(self.samples))
+        for position in range(0, count, self.micro_batch * self.data_ranks):
+            first = position + self.data_rank * self.micro_batch
+            yield self._batch(first).first_rows(max(0, count - first), self.samples.seq_len)
 
     def _prepared(self, position: int, pin: bool) -> list[Batch]:
         return [batch.pinned() for batch in self.step(position)] if pin else self.step(position)

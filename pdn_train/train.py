@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, require_same_run
 from pdn_train.config import Config, ConfigError, dump, load
-from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples, share
+from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.evaluate import evaluate_loss
 from pdn_train.export import load_into, load_weights
@@ -52,7 +53,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         if saved is not None:
             checkpoints.restore(saved, engine, config)
         progress = saved.progress if saved is not None else Progress()
-        world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer_file))
+        world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer))
         world.from_leader(lambda: cut_back(run_dir, progress.step))
         announce(config, world, parameters, progress)
 
@@ -65,7 +66,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
             with journal.paused():
                 checkpoints.save(engine, journal.flush(), config, samples.fingerprint)
 
-        with loader.steps(progress.position) as steps:
+        with closing(loader.steps(progress.position)) as steps:
             while progress.step < config.train.steps:
                 batches, position = next(steps)
                 # One small exchange between the hosts a step: how many targets it has, and whether any rank was told to stop
@@ -89,12 +90,8 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         journal.close()
         done = progress.step == config.train.steps
         if world.leads:
-            why = (
-                "done"
-                if done
-                else f"stopped at step {progress.step} ({stop.name or 'another rank was told to'}); the same command goes on from there"
-            )
-            log.info("%s: %s", why, checkpoints.root)
+            stopped = f"stopped at step {progress.step} by {stop.name or 'another rank'}; the same command goes on from there"
+            log.info("%s: %s", "done" if done else stopped, checkpoints.root)
         return 0 if done else REQUEUE
 
 
@@ -146,10 +143,8 @@ def pace(config: Config, world: World) -> Pace:
 
 def validate(engine: Engine, samples: Samples, config: Config, world: World) -> tuple[float, int]:
     """(nats per target token, target tokens) over the first eval.samples validation samples, shared out over the ranks."""
-    batches = share(
-        samples, config.eval.samples, config.train.micro_batch, world.data_rank, world.data_ranks, config.data.reset_at_documents
-    )
-    loss, targets = evaluate_loss(engine.model, batches, world.device)
+    loader = Loader(samples, config.train.micro_batch, 1, world.data_rank, world.data_ranks, config.data.reset_at_documents)
+    loss, targets = evaluate_loss(engine.model, loader.once(config.eval.samples), world.device)
     total = world.sum_floats([loss, float(targets)])
     return total[0] / max(1.0, total[1]), int(total[1])
 
@@ -171,6 +166,14 @@ def log_to(file: Path | None) -> None:
     for name in ("pdn_train", "kernels"):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+def require_built(config: Config) -> None:
+    """Raise ConfigError for what the configuration can say and the system cannot do yet."""
+    if config.parallel.sequence > 1:
+        raise ConfigError(f"parallel.sequence={config.parallel.sequence}: sequence parallelism is not built yet; use parallel.sequence=1")
+    if config.model.kernel == "triton":
+        raise ConfigError("model.kernel=triton: the Triton kernels are not built yet; use model.kernel=torch")
 
 
 def dry_run(config: Config, world_size: int) -> str:
@@ -196,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     log_to(None)
     try:
         config = load(arguments.config, arguments.overrides)
+        require_built(config)
         if arguments.dry_run:
             print(dry_run(config, config.launch.nodes * max(1, config.launch.gpus_per_node)))
             return 0
