@@ -191,13 +191,12 @@ def _read_file(file: Path) -> dict[str, Tensor]:
 
 
 def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    from pdn_train.engine import gather_fp32_weights  # here, so that reading an export needs no DeepSpeed
-
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed tells its progress on stdout, where our own results go
+        from pdn_train.engine import gather_fp32_weights  # here, so that reading an export needs no DeepSpeed
+
         weights = gather_fp32_weights(folder)
-    return {
-        name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in weights.items()
-    }  # a frozen one has no master
+    # A frozen parameter has no master
+    return {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in weights.items()}
 
 
 def _read_tree(file: Path, parse) -> dict:

@@ -8,21 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pdn_train import config, export
+from pdn_train import export
 from pdn_train.checkpoint import folder_name
 from pdn_train.config import ModelConfig
 from pdn_train.export import INDEX, SINGLE, WeightsError
-from pdn_train.model import LanguageModel
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 64}
-
-
-def trained(**changes) -> LanguageModel:
-    """Weights no initialisation gives: nothing is zero."""
-    model = LanguageModel(ModelConfig(**{**SMALL, **changes}))
-    for i, parameter in enumerate(model.parameters()):
-        parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
-    return model
 
 
 def loss(model) -> torch.Tensor:
@@ -32,24 +23,10 @@ def loss(model) -> torch.Tensor:
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A run folder with one published checkpoint, laid out as DeepSpeed's stage 0 leaves it, and the model in it."""
-    model = trained()
-    settings = config.build({"run_dir": "r", "data": {"path": "d", "seq_len": 32}, "model": SMALL}, "test")
-    folder = tmp_path / "run" / "checkpoints" / folder_name(5)
-    folder.mkdir(parents=True)
-    torch.save({"module": model.state_dict()}, folder / "mp_rank_00_model_states.pt")
-    write_state(folder, settings)
-    (tmp_path / "run" / "config.yaml").write_text(config.dump(settings))
-    return tmp_path / "run", model
-
-
-def write_state(folder, settings):
-    import hashlib
-
-    text = json.dumps({"config": settings.model_dump(mode="json"), "files": {}})
-    (folder / "state.json").write_text(text)
-    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+def run(tmp_path, make_run, make_model):
+    """A run folder and the model in it."""
+    model = make_model()
+    return make_run(tmp_path / "run", model), model
 
 
 def equal(a: dict, b: dict) -> bool:
@@ -183,23 +160,23 @@ def test_zero_checkpoints_export_masters_buffer_and_frozen_parameter(zero, tmp_p
 # ---- refusals ----
 
 
-def test_weights_of_another_shape_name_the_key_and_both_shapes(run, tmp_path):
-    other = trained(vocab_size=80)
+def test_weights_of_another_shape_name_the_key_and_both_shapes(run, make_model):
+    other = make_model(vocab_size=80)
     before = other.embedding.weight.clone()
     with pytest.raises(WeightsError, match=r"old/run do not fit.*embedding.weight is \[64, 32\] there and \[80, 32\] here"):
         export.load_into(other, export.load_weights(run[0]), "old/run")
     assert torch.equal(other.embedding.weight, before)
     with pytest.raises(WeightsError, match="blocks.0.mixer.output_bias is missing there.*and .* more"):
-        export.load_into(trained(recurrence="pkda"), export.load_weights(run[0]), "old/run")
+        export.load_into(make_model(recurrence="pkda"), export.load_weights(run[0]), "old/run")
     with pytest.raises(WeightsError, match="blocks.2.mixer_norm.weight is not in this model"):
-        export.load_into(trained(), trained(num_layers=3).state_dict(), "old/run")
+        export.load_into(make_model(), make_model(num_layers=3).state_dict(), "old/run")
 
 
-def test_two_different_heads_do_not_become_one():
-    untied = trained(tie_embeddings=False)
+def test_two_different_heads_do_not_become_one(make_model):
+    untied = make_model(tie_embeddings=False)
     with pytest.raises(WeightsError, match="embedding.weight and head.weight differ there and are one tensor here"):
-        export.load_into(trained(), untied.state_dict(), "x")
-    export.load_into(untied, trained().state_dict(), "x")  # the other way is possible
+        export.load_into(make_model(), untied.state_dict(), "x")
+    export.load_into(untied, make_model().state_dict(), "x")  # the other way is possible
     assert torch.equal(untied.head.weight, untied.embedding.weight)
 
 

@@ -1,0 +1,52 @@
+"""A run folder without a run: what evaluation, generation and export read."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdn_train import config
+from pdn_train.checkpoint import folder_name
+from pdn_train.config import ModelConfig
+from pdn_train.model import LanguageModel
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    """make_model(**changes to the model section) -> a tiny LanguageModel; no parameter of it is zero, as some are initially."""
+
+    def make(**changes) -> LanguageModel:
+        small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 64}
+        model = LanguageModel(ModelConfig(**(small | changes)))
+        for i, parameter in enumerate(model.parameters()):
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_run():
+    """make_run(folder, model, data={}, tokenizer=None) -> folder.
+
+    A run folder with one published checkpoint, at step 5, laid out as DeepSpeed's stage 0 leaves it. data: keys of the data section.
+    """
+
+    def make(folder: Path, model: LanguageModel, data: dict | None = None, tokenizer: Path | None = None) -> Path:
+        tree = {"run_dir": str(folder), "data": {"path": "d", "seq_len": 32, **(data or {})}, "model": model.config.model_dump()}
+        settings = config.build(tree, "test")
+        checkpoint = folder / "checkpoints" / folder_name(5)
+        checkpoint.mkdir(parents=True)
+        torch.save({"module": model.state_dict()}, checkpoint / "mp_rank_00_model_states.pt")
+        text = json.dumps({"config": settings.model_dump(mode="json"), "files": {}})
+        (checkpoint / "state.json").write_text(text)
+        (checkpoint / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+        (folder / "config.yaml").write_text(config.dump(settings))
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, folder / "tokenizer.model")
+        return folder
+
+    return make

@@ -1,0 +1,120 @@
+"""The mean is over targets, whatever the batches; the command reads what the run says and refuses what cannot be evaluated."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pdn_train import evaluate, export
+from pdn_train.data import Batch
+from pdn_train.evaluate import evaluate_loss
+from pdn_train.shards import Shards
+
+
+class Fixed(nn.Module):
+    """A model whose loss at each target is the input id there."""
+
+    def forward(self, input_ids, labels=None, cu_seqlens=None):
+        return (input_ids * (labels != -100)).sum().float()
+
+
+def batch(ids: list[int], valid: int) -> Batch:
+    """One row with `valid` targets, the rest masked."""
+    labels = torch.full((1, len(ids)), -100)
+    labels[0, :valid] = 0
+    return Batch(torch.tensor([ids]), labels, None, valid)
+
+
+def test_every_target_weighs_the_same():
+    """2 targets at loss 1 and 14 at loss 3 give 44 / 16 = 2.75; the mean of means would be 2. No targets add nothing."""
+    batches = [batch([1] * 16, 2), batch([3] * 16, 14), batch([9] * 16, 0)]
+    assert evaluate_loss(Fixed(), batches, "cpu") == (44.0, 16)
+    assert evaluate_loss(Fixed(), [], "cpu") == (0.0, 0)
+
+
+def test_the_sum_is_kept_in_fp64():
+    assert evaluate_loss(Fixed(), [batch([2**24], 1), *[batch([1], 1)] * 3], "cpu") == (2**24 + 3, 4)
+
+
+@pytest.fixture
+def run(tmp_path, make_run, make_model, tiny_shards):
+    """A run folder whose model fits the tiny shards and whose data.val_path is their val/."""
+    model = make_model(vocab_size=512)
+    data = {"val_path": str(tiny_shards / "val"), "seq_len": 48}
+    return make_run(tmp_path / "run", model, data, tiny_shards / "tokenizer.model"), model
+
+
+def plain_loss(model, folder, samples: int, length: int) -> tuple[float, int]:
+    """Nats per target over the first samples of a folder, one token stream at a time."""
+    stream = torch.from_numpy(Shards.open(folder).read(0, samples * length + 1))
+    rows = stream.unfold(0, length + 1, length)  # [samples, length + 1]
+    with torch.no_grad():
+        loss = F.cross_entropy(model(rows[:, :-1].contiguous()).double().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+    return loss.item() / (samples * length), samples * length
+
+
+def test_perplexity_of_a_run(run, tiny_shards, capsys):
+    """Seven samples by threes: the last batch is smaller."""
+    folder, model = run
+    assert evaluate.main([str(folder), "--samples", "7", "--micro-batch", "3", "--device", "cpu"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((folder / "eval.json").read_text())
+    loss, tokens = plain_loss(model, tiny_shards / "val", 7, 48)
+    ppl = result["ppl"]
+    assert abs(ppl["loss"] / loss - 1) < 1e-6 and (ppl["tokens"], ppl["samples"]) == (tokens, 7)
+    assert ppl["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    totals = Shards.open(tiny_shards / "val").manifest.totals
+    assert ppl["bits_per_byte"] == pytest.approx(loss / math.log(2) * totals.tokens / totals.bytes, rel=1e-6)
+    assert ppl["data"] == str(tiny_shards / "val") and result["precision"] == "fp32"
+
+
+def test_an_export_gives_the_runs_result(run, tiny_shards, tmp_path, capsys):
+    export.export(run[0], tmp_path / "out")
+    common = ["--data", str(tiny_shards / "val"), "--device", "cpu"]
+    assert evaluate.main([str(run[0]), *common]) == 0
+    assert evaluate.main([str(tmp_path / "out"), *common, "--output", str(tmp_path / "mine.json")]) == 0
+    first, second = json.loads((run[0] / "eval.json").read_text()), json.loads((tmp_path / "mine.json").read_text())
+    assert first["ppl"] == second["ppl"]
+    assert first["ppl"]["samples"] == (Shards.open(tiny_shards / "val").tokens - 1) // 48
+
+
+def test_documents_are_read_as_they_were_trained(tmp_path, make_run, make_model, make_shards):
+    """With reset_at_documents the first token of each document is no target, and what came before does not matter."""
+    model = make_model(vocab_size=100)
+    shards = make_shards(tmp_path / "data", [[5, 6, 7], [8, 9, 10, 11]])  # 5 6 7 eos 8 9 10 11 eos
+    runs = [make_run(tmp_path / name, model, {"seq_len": 8, "reset_at_documents": name == "reset"}) for name in ("reset", "through")]
+    results = [evaluate.evaluate(str(run), ["ppl"], str(shards), None, 1, "fp32", "cpu")["ppl"] for run in runs]
+    assert [r["tokens"] for r in results] == [7, 8]
+    with torch.no_grad():
+        apart = [model(torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])).item() for ids in ([5, 6, 7, 2], [8, 9, 10, 11, 2])]
+    assert results[0]["loss"] * 7 == pytest.approx(sum(apart), rel=1e-6)
+    assert results[1]["loss"] != results[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tasks", "ppl,mqar"], "--tasks mqar: there is no such task; there are ppl"),
+        (["--samples", "100000"], "--samples 100000: .* holds .* samples of 48 tokens"),
+        (["--samples", "0"], "--samples 0"),
+        (["--micro-batch", "0"], "--micro-batch 0 is below 1"),
+        (["--data", "nowhere"], "nowhere is not a folder"),
+    ],
+)
+def test_refusals(run, capsys, arguments, message):
+    assert evaluate.main([str(run[0]), "--device", "cpu", *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and pytest.raises(AssertionError, match=message).matches(AssertionError(said.err))
+    assert not (run[0] / "eval.json").exists()
+
+
+def test_no_data_and_another_tokenizer_are_refused(tmp_path, make_run, make_model, make_shards, tiny_shards, capsys):
+    plain = make_run(tmp_path / "plain", make_model(vocab_size=512), {}, tiny_shards / "tokenizer.model")
+    assert evaluate.main([str(plain), "--device", "cpu"]) == 1
+    assert "has no data.val_path; name a folder of shards with --data" in capsys.readouterr().err
+    other = make_shards(tmp_path / "other", [[5, 6, 7] * 30], sha256="ab")
+    assert evaluate.main([str(plain), "--device", "cpu", "--data", str(other)]) == 1
+    assert "was made with another tokenizer (sha256 ab) than the model's" in capsys.readouterr().err
