@@ -14,7 +14,6 @@ import logging
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import deepspeed
@@ -28,20 +27,12 @@ from pdn_train import zero
 from pdn_train.config import Config
 from pdn_train.data import Batch
 from pdn_train.optim import build_optimizer, guard, set_learning_rate
+from pdn_train.outcome import Outcome
 from pdn_train.world import World
 
 # Only DeepSpeed's inference uses this host-memory op, and init would compile it for a minute
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed_logger.setLevel(logging.WARNING)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one step did, as tensors on the device: reading them waits for the step."""
-
-    loss: Tensor  # [] fp64, nats per target token over the whole world
-    grad_norm: Tensor  # [] fp32, before clipping
-    skipped: Tensor  # [] fp32, 1.0 where the step was not applied
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:

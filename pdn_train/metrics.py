@@ -1,6 +1,7 @@
 """What a run says of itself: metrics.jsonl, TensorBoard and the progress line, all written by rank 0 alone.
 
-A step's numbers live on the device until they are needed; `Journal.add` reads those of the step before, so the host runs one step ahead.
+A step's numbers are copied to the host when they are ready and read one step later (`Journal.add`), so the host runs one step ahead of
+the device and never waits for it.
 On resume everything past the checkpoint's step is cut away, from the event files too: TensorBoard shows one value per tag and step,
 whatever was killed when.
 """
@@ -23,6 +24,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from pdn_train.checkpoint import Progress
+from pdn_train.outcome import Outcome
 from pdn_train.rundir import RunDir, write_whole
 from pdn_train.world import World
 
@@ -42,11 +44,28 @@ class Pace:
     peak_flops: float | None
 
 
-@dataclass(frozen=True)
 class _Step:
-    progress: Progress  # after the step, its skips not yet counted
-    rate: float
-    outcome: object  # engine.Outcome, on the device
+    """A launched step whose numbers are on their way to the host."""
+
+    def __init__(self, progress: Progress, rate: float, outcome: Outcome):
+        self.progress, self.rate = progress, rate  # progress after the step, its own skip not yet counted
+        told = torch.stack([outcome.loss.double(), outcome.grad_norm.double(), outcome.skipped.double()])
+        self._ready: torch.cuda.Event | None = None
+        self._told, self._time = told, time.perf_counter()
+        if told.is_cuda:
+            self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            self._told.copy_(told, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def settle(self) -> None:
+        """Wait for the numbers; sets loss, grad_norm, skipped and the time at which the step ended."""
+        self.ended = self._time
+        if self._ready is not None:
+            self._ready.synchronize()
+            self.ended = time.perf_counter()
+        self.loss, self.grad_norm, skipped = self._told.tolist()
+        self.skipped = bool(skipped)
 
 
 class Journal:
@@ -60,7 +79,7 @@ class Journal:
         self._since, self._since_step = time.perf_counter(), start.step
         self._writer = SummaryWriter(str(run_dir.tensorboard)) if world.leads else None
 
-    def add(self, progress: Progress, rate: float, outcome: object) -> None:
+    def add(self, progress: Progress, rate: float, outcome: Outcome) -> None:
         """Take a step that was just launched; settles the one before. Raises NonfiniteError."""
         before, self._waiting = self._waiting, _Step(progress, rate, outcome)
         if before is not None:
@@ -85,7 +104,7 @@ class Journal:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what happens inside (a save, a validation) out of the rates."""
+        """Leaves what happens inside (a save, a validation) out of the rates. Flush first: a step that is still running belongs to them."""
         started = time.perf_counter()
         yield
         self._since += time.perf_counter() - started
@@ -95,13 +114,13 @@ class Journal:
             self._writer.close()
 
     def _settle(self, step: _Step) -> None:
-        skipped = bool(step.outcome.skipped.item())
+        step.settle()
         self._progress = replace(
             step.progress,
-            skipped_steps=self._progress.skipped_steps + skipped,
-            skipped_in_row=self._progress.skipped_in_row + 1 if skipped else 0,
+            skipped_steps=self._progress.skipped_steps + step.skipped,
+            skipped_in_row=self._progress.skipped_in_row + 1 if step.skipped else 0,
         )
-        if skipped and self._world.leads:
+        if step.skipped and self._world.leads:
             log.warning("step %d skipped: a gradient was not finite (%d in a row)", self._progress.step, self._progress.skipped_in_row)
         if self._progress.step % self._every == 0 or self._progress.step == self._steps:
             self._write(step)
@@ -113,9 +132,8 @@ class Journal:
             )
 
     def _write(self, step: _Step) -> None:
-        now = time.perf_counter()
-        steps, seconds = self._progress.step - self._since_step, now - self._since
-        self._since, self._since_step = now, self._progress.step
+        steps, seconds = self._progress.step - self._since_step, step.ended - self._since
+        self._since, self._since_step = step.ended, self._progress.step
         if self._writer is None:
             return
         entry = self._entry(step, seconds / max(1, steps))
@@ -132,9 +150,9 @@ class Journal:
         return {
             "step": self._progress.step,
             "tokens": self._progress.tokens,
-            "loss": step.outcome.loss.item(),
+            "loss": step.loss,
             "lr": step.rate,
-            "grad_norm": step.outcome.grad_norm.item(),
+            "grad_norm": step.grad_norm,
             "tokens_per_second": rate,
             "mfu": rate * self._pace.flops_per_token / (peak * self._world.size) if peak else None,
             "step_seconds": step_seconds,

@@ -63,8 +63,9 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         tokens_per_step = config.train.global_batch * config.data.seq_len
 
         def save() -> None:
+            settled = journal.flush()
             with journal.paused():
-                checkpoints.save(engine, journal.flush(), config, samples.fingerprint)
+                checkpoints.save(engine, settled, config, samples.fingerprint)
 
         with closing(loader.steps(progress.position)) as steps:
             while progress.step < config.train.steps:
@@ -81,8 +82,9 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                 progress = replace(progress, step=progress.step + 1, position=position, tokens=progress.tokens + tokens_per_step)
                 journal.add(progress, rate, outcome)
                 if config.eval.every and progress.step % config.eval.every == 0:
+                    settled = journal.flush()
                     with journal.paused():
-                        journal.validation(journal.flush(), *validate(engine, validation, config, world))
+                        journal.validation(settled, *validate(engine, validation, config, world))
                 if progress.step % config.checkpoint.every == 0:
                     save()
         if checkpoints.last_step != progress.step:

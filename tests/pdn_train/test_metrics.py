@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,15 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pdn_train.checkpoint import Progress
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
+from pdn_train.outcome import Outcome
 from pdn_train.rundir import RunDir
 from pdn_train.world import World
-
-
-@dataclass
-class Outcome:
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    skipped: torch.Tensor
 
 
 def outcome(loss: float, skipped: bool = False) -> Outcome:
@@ -36,7 +29,7 @@ def run_dir(tmp_path):
 
 def journal(
     run_dir: RunDir, start: Progress = Progress(), every: int = 1, rank: int = 0, max_nonfinite: int = 3, steps: int = 1000
-) -> Journal:  # noqa: B008
+) -> Journal:
     world = World(rank, rank, 2, 1, torch.device("cpu"))
     return Journal(run_dir, world, start, Pace(64, 1e6, 1e12), steps, every, max_nonfinite)
 
