@@ -27,8 +27,9 @@ Layout. Sequences are ranked by their number of chunks, longest first, and the c
 chunk 0 of every sequence, chunk 1 of those that have one, and so on. So step j is a contiguous block of the `active[j]` longest
 sequences, nothing is padded beyond its last chunk, and B equal sequences are the special case in which all are active throughout.
 
-Cost, with gradients: about 12 copies of [B, T, H, K] in the dtype of computation (30 with diagonal decay) and 6 of [B, T, H, C]. On
-CUDA the fp32 products follow torch's matmul precision setting: with TF32 allowed they are TF32.
+Cost, forward and backward, bf16 inputs: 16 x 2,048 tokens, 8 heads of 128 on one H200 take 30 ms and 4.4 GiB at the peak (PGDN), 50 ms
+and 6.5 GiB (PKDA); 8 x 256 tokens, 4 heads of 32 on two CPU cores about 20 ms and 31 ms. On CUDA the fp32 products follow torch's
+matmul precision setting: with TF32 allowed they are TF32, and errors 1e-3 instead of 1e-6.
 """
 
 from __future__ import annotations

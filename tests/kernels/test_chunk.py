@@ -181,7 +181,7 @@ def test_causality(name, t, case):
     assert torch.equal(before[:, :t], after[:, :t]) and not torch.equal(before[:, t:], after[:, t:])
 
 
-def test_packed_sequences_do_not_see_each_other(name, case, assert_close):
+def test_packed_sequences_do_not_see_each_other(name, case):
     """Each one equals itself run alone, and a neighbour full of NaN changes nothing."""
     one = case(name, PACKED[-1], bounds=PACKED)
     whole = one.run("torch")

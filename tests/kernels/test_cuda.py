@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import checks, chunk_torch
+from kernels import checks
 from kernels.chunk import delta_rule
 from kernels.conv import short_conv
 
@@ -55,13 +55,13 @@ def test_unchecked_boundaries_are_refused_while_a_graph_is_captured():
         assert checks.check_bounds(fresh, x) == (0, 60, 130)  # and then known
 
 
-def test_a_layer_of_340m_fits(case):
-    """Forward and backward of 16 x 2,048 tokens, 8 heads of 128, diagonal decay: the worst of the six, within 40 GiB."""
+def test_a_layer_of_340m_fits():
+    """Forward and backward of 16 x 2,048 tokens, 8 heads of 128, diagonal decay: the worst of the six, within 10 GiB."""
     shape = (16, 2048, 8, 128)
     q, k, v, g = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(4))
     beta = torch.rand(shape[:3], device="cuda").requires_grad_()
     torch.cuda.reset_peak_memory_stats()
     o, _ = delta_rule(q, k, v, beta, -torch.nn.functional.softplus(g), backend="torch")
     o.sum().backward()
-    assert q.grad.isfinite().all() and chunk_torch.CHUNK == 64
-    assert torch.cuda.max_memory_allocated() < 40 * 2**30
+    assert q.grad.isfinite().all()
+    assert torch.cuda.max_memory_allocated() < 10 * 2**30
