@@ -81,6 +81,8 @@ class ModelConfig(Section):
         special = [f"{k}={getattr(self, k)}" for k, plain in _PRECOND_DEFAULTS.items() if getattr(self, k) != plain]
         if special and not self.preconditioned:
             raise ValueError(f"model.{special[0]}: recurrence {self.recurrence} has no preconditioner; use pdn, pgdn or pkda")
+        if self.precond_interval != "both" and self.precond_form in ("unstable_atk", "atq"):
+            raise ValueError(f"model.precond_interval={self.precond_interval}: precond_form={self.precond_form} is not bounded; use both")
         if special and self.kernel == "triton":
             raise ValueError(f"model.{special[0]} is an ablation of the torch backend; set model.kernel=torch")
         return self

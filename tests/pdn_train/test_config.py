@@ -60,6 +60,7 @@ REFUSED = [
     ("model: {recurrence: gdn, tie_gates: true}", ["model.tie_gates", "gdn"]),
     ("model: {recurrence: gdn, precond_form: atq}", ["model.precond_form", "gdn"]),
     ("model: {kernel: triton, precond_interval: up}", ["model.precond_interval", "model.kernel=torch"]),
+    ("model: {precond_form: atq, precond_interval: up}", ["model.precond_interval=up", "atq", "use both"]),
     ("parallel: {sequence: 3}", ["parallel.sequence=3", "data.seq_len=2048"]),
     ("parallel: {sequence: 1024}", ["parallel.sequence=1024", "2 tokens", "needs 3"]),
     ("optim: {schedule: wsd}", ["optim.decay_steps"]),
