@@ -35,8 +35,8 @@ def test_parameters_and_matrices_are_the_models(shape):
 def test_flops_by_hand():
     """GDN at 340M. A block: 1024 (3072 + 16) + 1024^2 + 3 x 1024 x 2816 = 12,861,440 numbers; the head 32,768,000.
 
-    2 (24 x 12,861,440 + 32,768,000) = 682,885,120. A token-head of the recurrence: 10 x 64 x 128 + 6 x 128^2 + 2/3 x 64^2 = 182,954.67; 24 x 8
-    of them 35,127,296.
+    2 (24 x 12,861,440 + 32,768,000) = 682,885,120. A token-head of the recurrence: 10 x 64 x 128 + 6 x 128^2 + 2/3 x 64^2 = 182,954.67;
+    24 x 8 of them 35,127,296.
     """
     run = build({"recurrence": "gdn"})
     assert estimate.matrix_flops(run.model) == 682_885_120
@@ -112,7 +112,7 @@ def test_activations_are_near_what_autograd_keeps(name):
 
 
 def test_checkpointing_keeps_what_the_formula_says():
-    """block: a block's input. selective: that and, in bf16, the outputs of qkv, gates, out, gate_up and down: 3 x 64 + 8 + 2 x 40 + 2 x 96."""
+    """block: a block's input. selective: that and the outputs of qkv, gates, out, gate_up and down: 3 x 64 + 8 + 2 x 40 + 2 x 96 numbers."""
     shape = {"hidden_size": 40, "num_heads": 2, "head_dim": 32, "intermediate_size": 96, "vocab_size": 70}
     sections = {"data": {"path": "d", "seq_len": 64}}
 
