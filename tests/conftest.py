@@ -1,14 +1,12 @@
-"""Shared fixtures: real English text (Genesis, King James Version, public domain), a small tokenizer trained on it, and its shards."""
+"""Shared fixtures: real English text (Genesis, King James Version, public domain), a small tokenizer trained on it, and its shards.
+
+Packages are imported inside the fixtures: the kernels' tests run where torch and triton alone are installed.
+"""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from data_prep import prepare
-from data_prep import tokenizer as tokenizer_training
-from pdn_train.shards import ShardWriter, TokenizerInfo, write_manifest
 
 TEXT = Path(__file__).parent / "texts" / "genesis.txt"  # a verse a line, an empty line between chapters
 VERSES = 4  # a document
@@ -32,14 +30,18 @@ def tiny_text(documents, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tiny_text) -> Path:
     """A sentencepiece model of 512 pieces."""
+    from data_prep import tokenizer as training
+
     path = tiny_text.parent / "tokenizer.model"
-    assert tokenizer_training.main([str(tiny_text), "--vocab-size", "512", "--output", str(path)]) == 0
+    assert training.main([str(tiny_text), "--vocab-size", "512", "--output", str(path)]) == 0
     return path
 
 
 @pytest.fixture(scope="session")
 def tiny_shards(tiny_text, tiny_tokenizer) -> Path:
     """A folder of shards: about 70,000 tokens of training text in several shards, and val/."""
+    from data_prep import prepare
+
     folder = tiny_text.parent / "shards"
     arguments = ["--tokenizer", str(tiny_tokenizer), "--workers", "1", "--shard-tokens", "20000", "--val-fraction", "0.1"]
     assert prepare.main([str(tiny_text), *arguments, "--output", str(folder)]) == 0
@@ -52,6 +54,10 @@ def make_shards():
 
     Writes lists of ids as shards, eos 2; no tokenizer file lies beside them.
     """
+
+    import numpy as np
+
+    from pdn_train.shards import ShardWriter, TokenizerInfo, write_manifest
 
     def make(folder: Path, documents: list, vocab_size: int = 100, shard_tokens: int = 1000, sha256: str = "0") -> Path:
         info = TokenizerInfo(file="tokenizer.model", sha256=sha256, vocab_size=vocab_size, bos_id=1, eos_id=2)
