@@ -112,7 +112,7 @@ def test_activations_are_near_what_autograd_keeps(name):
 
 
 def test_checkpointing_keeps_what_the_formula_says():
-    """block: a block's input. selective: that and the outputs of qkv, gates, out, gate_up and down: 3 x 64 + 8 + 2 x 40 + 2 x 96 numbers."""
+    """block: a block's input. selective: and the outputs of qkv, gates, out, gate_up and down: 3 x 64 + 8 + 2 x 40 + 2 x 96 numbers."""
     shape = {"hidden_size": 40, "num_heads": 2, "head_dim": 32, "intermediate_size": 96, "vocab_size": 70}
     sections = {"data": {"path": "d", "seq_len": 64}}
 
