@@ -15,7 +15,7 @@ Bad records (unreadable, broken JSON, invalid UTF-8, no or empty text) are left 
 journal. More than `--max-bad` of all records end the run with an error: at its end, or early once EARLY records have been seen. What is
 done stays done: the same command with a higher `--max-bad` goes on.
 
-Speed is the tokenizer's, about 2 MB of English a second a worker. `--val-fraction` sends documents, chosen by a hash of their text, to
+Speed is the tokenizer's, 2 to 5 MB of English a second a worker. `--val-fraction` sends documents, chosen by a hash of their text, to
 DIR/val.
 """
 

@@ -1,7 +1,7 @@
 """A sentencepiece model as text <-> ids, with the facts the shards record about it: size, special ids, sha256.
 
 `encode` never adds a begin or end id: whoever frames documents (the shard writer) does that once. A model with no end-of-document id
-cannot frame documents and is refused at load. Encoding runs in the calling thread, about 2 MB of English a second a core; parallelism is
+cannot frame documents and is refused at load. Encoding runs in the calling thread, 2 to 5 MB of English a second a core; parallelism is
 the caller's.
 """
 

@@ -39,7 +39,7 @@ def tiny_tokenizer(tiny_text) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_shards(tiny_text, tiny_tokenizer) -> Path:
-    """A folder of shards: about 70,000 tokens of training text in several shards, and val/."""
+    """A folder of shards: about 80,000 tokens of training text in several shards, and val/."""
     from data_prep import prepare
 
     folder = tiny_text.parent / "shards"
@@ -54,7 +54,6 @@ def make_shards():
 
     Writes lists of ids as shards, eos 2; no tokenizer file lies beside them.
     """
-
     import numpy as np
 
     from pdn_train.shards import ShardWriter, TokenizerInfo, write_manifest
