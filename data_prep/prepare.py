@@ -33,7 +33,8 @@ from pathlib import Path
 
 from data_prep.encode import Encoded, Fault, Rules, encode_in_order
 from data_prep.inputs import DatasetInput, FileInput, InputError, Place, batches, find_inputs
-from pdn_train.shards import MANIFEST, ShardError, ShardWriter, TokenizerInfo, write_manifest, write_whole
+from pdn_train.files import write_whole
+from pdn_train.shards import MANIFEST, ShardError, ShardWriter, TokenizerInfo, write_manifest
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 JOURNAL = "prepare.journal"

@@ -22,7 +22,7 @@ from pathlib import Path
 import sentencepiece
 
 from data_prep.inputs import BadRecord, FileInput, InputError, find_inputs, parse
-from pdn_train.shards import write_whole
+from pdn_train.files import write_whole
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 PIECE = 4000  # characters the trainer gets at once; it skips longer ones

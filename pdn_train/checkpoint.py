@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from pdn_train.config import CheckpointConfig, Config
-from pdn_train.rundir import sync_folder, write_whole
+from pdn_train.files import sync_folder, write_whole
 from pdn_train.world import World
 
 VERSION = 1

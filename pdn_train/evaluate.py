@@ -28,8 +28,9 @@ from pdn_train.checkpoint import CheckpointError
 from pdn_train.config import ConfigError
 from pdn_train.data import Batch, Loader, Samples, open_samples
 from pdn_train.export import Source, WeightsError, find, load_model
+from pdn_train.files import write_whole
 from pdn_train.model import LanguageModel
-from pdn_train.shards import ShardError, write_whole
+from pdn_train.shards import ShardError
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -24,8 +24,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from pdn_train.checkpoint import Progress
+from pdn_train.files import write_whole
 from pdn_train.outcome import Outcome
-from pdn_train.rundir import RunDir, write_whole
+from pdn_train.rundir import RunDir
 from pdn_train.world import World
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdn_train.files import write_whole
+
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 120
 
@@ -92,29 +94,6 @@ class RunDir:
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer.read_bytes())
         snapshot_code(Path(__file__).resolve().parent.parent, self.code)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write aside, flush to disk, rename: the file is the old one or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries, so that a rename in it survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def snapshot_code(root: Path, target: Path) -> None:

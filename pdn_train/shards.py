@@ -29,6 +29,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pdn_train.files import sync_folder, write_whole
+
 VERSION = 1
 MANIFEST = "manifest.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -129,27 +131,6 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> None:
     write_whole(Path(folder) / MANIFEST, (json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
 
 
-def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file so that it is seen either not at all or whole and on disk: aside, fsync, rename."""
-    path = Path(path)
-    aside = path.with_name(path.name + ".partial")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class ShardWriter:
     """Cuts a stream of documents into shards of at most `shard_tokens` tokens (more only for one longer document).
 
@@ -216,7 +197,7 @@ class ShardWriter:
             if partial.exists():
                 os.replace(partial, self.folder / shard.file)
         if self._published < len(self.shards):
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         self._published = len(self.shards)
 
     def finish(self) -> Manifest:
@@ -377,3 +358,14 @@ def faults(folder: str | Path, manifest: Manifest, shard: Shard) -> Iterator[str
         yield f"{path}: {ends} end ids (id {eos}), but {shard.documents} documents are recorded"
     if last != eos:
         yield f"{path}: the last token is {last}, not the end id {eos}"
+
+
+def unigram_entropy(folder: str | Path, manifest: Manifest) -> float:
+    """Nats a token of the frequencies of single tokens: the loss of a model that knows these and nothing of the context."""
+    counts = np.zeros(manifest.tokenizer.vocab_size, dtype=np.int64)
+    for shard in manifest.shards:
+        with open(Path(folder) / shard.file, "rb") as file:
+            for block in iter(lambda file=file: file.read(BLOCK), b""):
+                counts += np.bincount(np.frombuffer(block, dtype=DTYPES[manifest.dtype]), minlength=len(counts))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

@@ -30,9 +30,7 @@ def run_dir(tmp_path):
 START = Progress()
 
 
-def journal(
-    run_dir: RunDir, start: Progress = START, every: int = 1, rank: int = 0, max_nonfinite: int = 3, steps: int = 1000
-) -> Journal:
+def journal(run_dir: RunDir, start: Progress = START, every: int = 1, rank: int = 0, max_nonfinite: int = 3, steps: int = 1000) -> Journal:
     world = World(rank, rank, 2, 1, torch.device("cpu"))
     return Journal(run_dir, world, start, Pace(64, 1e6, 1e12), steps, every, max_nonfinite)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdn_train import rundir
-from pdn_train.rundir import Lease, RunDir, RunDirError, snapshot_code, write_whole
+from pdn_train.files import write_whole
+from pdn_train.rundir import Lease, RunDir, RunDirError, snapshot_code
 
 HOLD = """
 import sys, time

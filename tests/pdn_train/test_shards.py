@@ -277,11 +277,8 @@ def test_faults_of_the_contents(tmp_path, make_shards, monkeypatch, ids, at_end,
         assert "000000.bin" in fault and re.search(message, fault)
 
 
-def test_files_appear_whole(tmp_path, monkeypatch):
-    """A write that fails leaves the old file as it was."""
-    path = tmp_path / "manifest.json"
-    format_.write_whole(path, b"old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        format_.write_whole(path, b"new contents")
-    assert path.read_bytes() == b"old"
+def test_unigram_entropy_by_hand(tmp_path, make_shards):
+    """Two documents of three 5s and one 6, each with its end: shares 6/10, 2/10, 2/10."""
+    make_shards(tmp_path, [[5, 5, 5, 6]] * 2)
+    wanted = -(0.6 * np.log(0.6) + 2 * 0.2 * np.log(0.2))
+    assert format_.unigram_entropy(tmp_path, read_manifest(tmp_path)) == pytest.approx(wanted, rel=1e-12)

@@ -1,0 +1,30 @@
+"""Files that appear whole: written aside, flushed to disk, renamed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Put `data` at `path`: a reader, or a run after a crash, finds the old file or the new one, never a part."""
+    path = Path(path)
+    aside = path.with_name(path.name + ".partial")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries: only then is a rename in it on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,307 @@
+"""Whole runs with real processes: interrupted in every way, they end with the uninterrupted run's metrics, bit for bit.
+
+Each run trains a tiny PGDN on Genesis; what is compared is step, tokens, loss, lr, grad_norm and skipped_steps of every step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+STEPS, EVERY = 14, 4
+SAME = ("step", "tokens", "loss", "lr", "grad_norm", "skipped_steps")
+CONFIG = """
+run_dir: {run_dir}
+model: {{recurrence: pgdn, hidden_size: 32, num_layers: 2, num_heads: 2, head_dim: 16, intermediate_size: 64, vocab_size: 512}}
+data: {{path: {shards}, val_path: {shards}/val, seq_len: 64}}
+optim: {{lr: 1e-2, min_lr: 1e-3, warmup_steps: 2}}
+train: {{steps: {steps}, micro_batch: 2, global_batch: 8, precision: fp32, device: cpu}}
+checkpoint: {{every: {every}, keep: 2}}
+eval: {{every: 7, samples: 9}}
+log: {{every: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def write(tiny_shards, tmp_path_factory):
+    """write(name) -> a configuration file of a run with a folder of its own."""
+
+    def act(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        text = CONFIG.format(run_dir=folder / "run", shards=tiny_shards, steps=STEPS, every=EVERY)
+        (folder / "run.yaml").write_text(text)
+        return folder / "run.yaml"
+
+    return act
+
+
+def start(config: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "-m", "pdn_train.train", str(config), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def start_one(config: Path, *overrides: str) -> subprocess.Popen:
+    """One process without torchrun: its exit code is the worker's own."""
+    command = [sys.executable, "-m", "pdn_train.train", str(config), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, code: int | None = 0) -> str:
+    said, _ = process.communicate(timeout=240)
+    assert code is None or process.returncode == code, said
+    return said
+
+
+def kill(process: subprocess.Popen) -> str:
+    """SIGKILL to torchrun and all its workers (each a session of its own)."""
+    for worker in workers(process):
+        os.kill(worker, signal.SIGKILL)
+    process.kill()
+    return process.communicate()[0]
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in listed if "pdn_train.train" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def run_dir(config: Path) -> Path:
+    return config.parent / "run"
+
+
+def metrics(config: Path) -> list[dict]:
+    file = run_dir(config) / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def story(config: Path) -> list[tuple]:
+    return [tuple(entry[key] for key in SAME) for entry in metrics(config)]
+
+
+def wait_for(what, process: subprocess.Popen) -> None:
+    deadline = time.time() + 120
+    while not what():
+        assert time.time() < deadline and process.poll() is None, process.communicate(timeout=30)[0]
+        time.sleep(0.002)
+
+
+def reach(config: Path, process: subprocess.Popen, step: int) -> None:
+    def reached() -> bool:
+        file = run_dir(config) / "metrics.jsonl"
+        return file.exists() and file.read_text().count("\n") >= step
+
+    wait_for(reached, process)
+
+
+def checkpoints(config: Path) -> list[str]:
+    return sorted(p.name for p in (run_dir(config) / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def whole(write):
+    """The run that nothing interrupts."""
+    config = write("whole")
+    said = finish(start(config))
+    return config, said
+
+
+def test_a_run_leaves_what_the_contract_names(whole, tiny_shards):
+    config, said = whole
+    folder = run_dir(config)
+    assert [e["step"] for e in metrics(config)] == list(range(1, STEPS + 1))
+    assert metrics(config)[-1]["tokens"] == STEPS * 8 * 64
+    assert metrics(config)[-1]["loss"] < metrics(config)[0]["loss"] - 0.5
+    assert checkpoints(config) == ["step_0000000012", "step_0000000014"]
+    assert (
+        (folder / "code/pdn_train/train.py").exists() and (folder / "config.yaml").exists() and len(list((folder / "logs").iterdir())) == 2
+    )
+    assert (folder / "tokenizer.model").read_bytes() == (tiny_shards / "tokenizer.model").read_bytes()
+    assert not (folder / "lease.json").exists()
+    for part in ("no checkpoint was published", "loss", "tok/s", "ETA", "validation loss", "done"):
+        assert part in said
+    assert [json.loads(line)["step"] for line in (folder / "validation.jsonl").read_text().splitlines()] == [7, 14]
+
+
+def test_tensorboard_has_one_value_per_tag_and_step(whole):
+    reader = EventAccumulator(str(run_dir(whole[0]) / "tb"), size_guidance={"scalars": 0})
+    reader.Reload()
+    assert len(list((run_dir(whole[0]) / "tb").iterdir())) == 1, "one writer"
+    assert [(e.step, pytest.approx(e.value)) for e in reader.Scalars("train/loss")] == [(e["step"], e["loss"]) for e in metrics(whole[0])]
+
+
+def test_killed_at_random_steps_twice(whole, write):
+    config = write("killed")
+    for step in sorted(random.Random(0).sample(range(2, STEPS - 1), 2)):
+        process = start(config)
+        reach(config, process, step)
+        kill(process)
+    said = finish(start(config))
+    assert "resumed at step" in said
+    assert story(config) == story(whole[0])
+
+
+def test_killed_during_a_save_twice(whole, write):
+    config = write("saving")
+    for step in (4, 8):
+        process = start(config)
+        wait_for((run_dir(config) / "checkpoints" / f"step_{step:010d}.tmp").exists, process)
+        kill(process)
+    finish(start(config))
+    assert story(config) == story(whole[0])
+    assert checkpoints(config) == checkpoints(whole[0])
+
+
+def test_two_one_two_processes(whole, write):
+    config = write("worlds")
+    for ranks, stop_at in ((2, 5), (1, 9)):
+        process = start(config, "train.micro_batch=1", ranks=ranks)
+        reach(config, process, stop_at)
+        kill(process)
+    finish(start(config))
+    for ours, theirs in zip(metrics(config), metrics(whole[0]), strict=True):
+        assert (ours["step"], ours["tokens"], ours["lr"]) == (theirs["step"], theirs["tokens"], theirs["lr"])
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_ends_in_one_checkpoint_and_75(write, number):
+    config = write("signal")
+    process = start_one(config, "train.steps=4000")
+    reach(config, process, 2)
+    process.send_signal(number)
+    process.send_signal(number)
+    said = finish(process, 75)
+    step = metrics(config)[-1]["step"]
+    assert f"step_{step:010d}" in checkpoints(config) and number.name in said
+    assert not [name for name in checkpoints(config) if "." in name]
+    assert not (run_dir(config) / "lease.json").exists()
+
+
+def test_sigterm_to_torchrun_checkpoints_and_does_not_look_like_success(whole, write):
+    config = write("term")
+    process = start(config, "train.steps=4000", "optim.warmup_steps=2")
+    reach(config, process, 2)
+    process.send_signal(signal.SIGTERM)
+    finish(process, None)
+    assert process.returncode != 0
+    step = metrics(config)[-1]["step"]
+    assert f"step_{step:010d}" in checkpoints(config)
+
+
+def test_a_killed_rank_fails_the_run(write):
+    config = write("rank")
+    process = start(config, "train.steps=4000")
+    reach(config, process, 3)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    said = finish(process, None)
+    assert process.returncode != 0 and "SIGKILL" in said
+
+
+def test_a_second_job_on_the_run_folder_refuses(write):
+    config = write("second")
+    first = start_one(config, "train.steps=4000")
+    reach(config, first, 1)
+    said = finish(start_one(config, "train.steps=4000"), 1)
+    assert "is in use by" in said
+    kill_one(first)
+
+
+def kill_one(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(whole, write):
+    config = write("damaged")
+    shutil.copytree(run_dir(whole[0]), run_dir(config))
+    file = next((run_dir(config) / "checkpoints/step_0000000014").glob("*rank_1*optim_states.pt"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    said = finish(start(config))
+    assert "passed over the checkpoint step_0000000014" in said and "resumed at step 12" in said
+    assert story(config) == story(whole[0])
+
+
+def test_more_steps_on_resume_and_a_change_that_is_refused(whole, write):
+    config = write("longer")
+    shutil.copytree(run_dir(whole[0]), run_dir(config))
+    said = finish(start_one(config, "optim.lr=2e-2"), 1)
+    assert "optim.lr: 0.01 then, 0.02 now" in said
+    said = finish(start_one(config, "train.steps=16"))
+    assert "train.steps goes from 14 to 16" in said
+    assert [e["step"] for e in metrics(config)] == list(range(1, 17))
+
+
+def test_a_warm_start_takes_the_weights_only(whole, write):
+    config = write("warm")
+    finish(start_one(config, f"init_from={run_dir(whole[0])}", "train.steps=3", "optim.warmup_steps=0"))
+    assert metrics(config)[0]["step"] == 1
+    assert metrics(config)[0]["loss"] < metrics(whole[0])[-1]["loss"] + 0.5 < metrics(whole[0])[0]["loss"]
+    said = finish(start_one(write("misfit"), f"init_from={run_dir(whole[0])}", "model.hidden_size=48"), 1)
+    assert "hidden" in said or "shape" in said or "48" in said
+
+
+def test_a_truncated_shard_stops_every_rank_before_training(write, tiny_shards):
+    config = write("truncated")
+    broken = config.parent / "shards"
+    shutil.copytree(tiny_shards, broken)
+    file = sorted(broken.glob("*.bin"))[1]
+    size = file.stat().st_size
+    os.truncate(file, size - 4096)
+    said = finish(start(config, f"data.path={broken}"), 1)
+    assert said.count("ShardError") >= 2, "each rank says it"
+    for part in (file.name, str(size), str(size - 4096)):
+        assert part in said
+    assert not run_dir(config).exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, code, said",
+    [
+        (["train.global_batch=7"], 2, "train.global_batch=7 is not a multiple of train.micro_batch=2"),
+        (["optim.learning_rate=1"], 2, "unknown key 'optim.learning_rate'"),
+        (["model.vocab_size=100"], 1, "model.vocab_size=100"),
+        (["data.path={empty}"], 1, "{empty}"),
+        (["data.path={empty}/nowhere"], 1, "nowhere"),
+        (["data.seq_len=10000000", "eval.every=0"], 1, "data.seq_len=10000000"),
+        (["parallel.sequence=2"], 2, "parallel.sequence=2"),
+        (["model.kernel=triton"], 2, "model.kernel"),
+    ],
+)
+def test_bad_input_is_named(write, tmp_path, overrides, code, said):
+    config = write("bad")
+    overrides = [text.format(empty=tmp_path) for text in overrides]
+    out = finish(start_one(config, *overrides), code)
+    assert said.format(empty=tmp_path) in out and "Traceback" not in out
+    assert not run_dir(config).exists()
+
+
+def test_nonfinite_steps_end_the_run(write):
+    config = write("nonfinite")
+    said = finish(
+        start_one(
+            config, "optim.lr=1e30", "optim.min_lr=0", "optim.warmup_steps=0", "optim.clip=0", "train.max_nonfinite=3", "train.steps=40"
+        ),
+        1,
+    )
+    assert "all had gradients that are not finite (train.max_nonfinite=3)" in said
+
+
+def test_dry_run_starts_nothing(write):
+    config = write("dry")
+    said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2"))
+    for part in ("parameters", "FLOPs", "GiB", '"train_micro_batch_size_per_gpu": 2', '"gradient_accumulation_steps": 2'):
+        assert part in said
+    assert not run_dir(config).exists()
