@@ -1,0 +1,97 @@
+"""Where the chunks lie: the tables and the inputs that all Triton stages share.
+
+Tokens are flattened: token n of the call is row b * T + t. A chunk is up to CHUNK consecutive tokens of one sequence; the last one of a
+sequence may be shorter. Equal and packed sequences take the same road: two int32 tables on the device,
+
+    chunks [M, 2]       first token, rows (1 .. CHUNK)
+    sequences [S, 4]    first chunk, number of chunks, first token, number of tokens; all zero long where a sequence is empty
+
+A `Span` table of the same form as `sequences` cuts long sequences into pieces of whole chunks, so that more programs run at once when
+there are few sequences (`kernels.segments`); without cuts it is the same tensor.
+
+The tables depend on the lengths alone and are kept: a training step builds none and copies nothing to the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+CHUNK = 64  # rows; every kernel is written for it
+KEPT = 256  # tables of that many calls' lengths
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tables of one call."""
+
+    tokens: int  # B * T
+    chunks: Tensor  # [M, 2] int32
+    sequences: Tensor  # [S, 4] int32
+    longest: int  # chunks of the longest sequence
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call for the Triton stages: N = B * T tokens, H heads. Nothing is normalised, cast or scaled yet.
+
+    q, k, v may be views: the last two axes are contiguous, the token stride (`stride(0)`) is free. The gates are contiguous, each in its
+    own dtype. center is [H] fp32.
+    """
+
+    q: Tensor  # [N, H, K] bf16, fp16 or fp32
+    k: Tensor  # [N, H, K]
+    v: Tensor  # [N, H, V]
+    beta: Tensor  # [N, H]
+    decay: Tensor | None  # [N, H] log decay g <= 0
+    forget: Tensor | None  # [N, H] p, the statistic's log decay; None without a preconditioner
+    gain: Tensor | None  # [N, H] c
+    center: Tensor | None  # [H] m
+    log_bound: float  # log(x)
+    eps: float
+    scale: float  # of the output
+    normalize: bool  # q and k become x / sqrt(sum x^2 + 1e-6)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What the chunk-local solve hands to every later stage, and what is kept for the backward pass."""
+
+    t: Tensor  # [N, H, CHUNK] (I + L)^-1 in the input dtype; row: the token; columns past the chunk's rows are zero
+    w: Tensor | None  # [N, H, K] the write key in the input dtype; None: it is rk * k (no preconditioner)
+    rows: Tensor  # [4, H, N] fp32, one number a token and head: see `kernels.tiles`
+
+
+_kept: OrderedDict[tuple, Layout] = OrderedDict()
+_captured: list[Layout] = []  # a CUDA graph holds their addresses: they live as long as the process
+
+
+def layout(batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device) -> Layout:
+    """The tables of B sequences of T tokens, or of the packed ones that start and end at bounds."""
+    key = (batch, length, bounds, device)
+    found = _kept.get(key)
+    if found is None:
+        found = _build(bounds or tuple(range(0, batch * length + 1, length)), device)
+        _kept[key] = found
+        if len(_kept) > KEPT:
+            _kept.popitem(last=False)
+    else:
+        _kept.move_to_end(key)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not any(found is one for one in _captured):
+        _captured.append(found)
+    return found
+
+
+def _build(bounds: tuple[int, ...], device: torch.device) -> Layout:
+    chunks, sequences = [], []
+    for start, stop in pairwise(bounds):
+        sequences.append((len(chunks), -(-(stop - start) // CHUNK), start, stop - start))
+        chunks += [(token, min(CHUNK, stop - token)) for token in range(start, stop, CHUNK)]
+    flat = torch.tensor(chunks + [pair for row in sequences for pair in (row[:2], row[2:])], dtype=torch.int32)
+    flat = flat.to(device, non_blocking=True)  # one copy for both
+    longest = max(row[1] for row in sequences)
+    return Layout(bounds[-1], flat[: len(chunks)], flat[len(chunks) :].view(-1, 4), longest)

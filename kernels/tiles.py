@@ -1,0 +1,92 @@
+"""What the Triton kernels share: loading tiles of a chunk, and the decay between its rows.
+
+`rows` [4, H, N] fp32 holds one number a token and head, each kind contiguous over tokens:
+
+    KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + 1e-6), or 1 where q and k are not normalised
+    HIGH, LOW              G / ln 2, the inclusive cumulative log decay of the chunk, as the unevaluated sum of two floats: a difference
+                           G_i - G_j keeps the digits of weak gates that follow strong ones. Not written without a decay.
+
+exp(G_i - G_j) is exp2 of the difference; rows past the chunk's end read as zero everywhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+KEY_NORM = tl.constexpr(0)
+QUERY_NORM = tl.constexpr(1)
+HIGH = tl.constexpr(2)
+LOW = tl.constexpr(3)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_tile(x, token, count, stride, head, first, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """[C, BD]: rows token .. token + count of x [N, H, D] for one head, columns first .. first + BD; zero outside."""
+    i, d = tl.arange(0, C), first + tl.arange(0, BD)
+    at = x + (token + i).to(tl.int64)[:, None] * stride + head * D + d[None, :]
+    if D % BD == 0:
+        return tl.load(at, mask=(i < count)[:, None], other=0.0)
+    return tl.load(at, mask=(i < count)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(x, tile, token, count, stride, head, first, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """The counterpart of `load_tile`, cast to x's dtype."""
+    i, d = tl.arange(0, C), first + tl.arange(0, BD)
+    at = x + (token + i).to(tl.int64)[:, None] * stride + head * D + d[None, :]
+    if D % BD == 0:
+        tl.store(at, tile.to(x.dtype.element_ty), mask=(i < count)[:, None])
+    else:
+        tl.store(at, tile.to(x.dtype.element_ty), mask=(i < count)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def load_gate(x, token, count, H, head, C: tl.constexpr):
+    """[C] fp32: a gate x [N, H] of one head; zero past the chunk's rows."""
+    i = tl.arange(0, C)
+    return tl.load(x + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_row(rows, kind, token, count, H, N, head, C: tl.constexpr):
+    """[C] fp32: one kind of `rows` [4, H, N] for one head; zero past the chunk's rows."""
+    i = tl.arange(0, C)
+    return tl.load(rows + (kind * H + head).to(tl.int64) * N + token + i, mask=i < count, other=0.0)
+
+
+@triton.jit
+def store_row(rows, values, kind, token, count, H, N, head, C: tl.constexpr):
+    i = tl.arange(0, C)
+    tl.store(rows + (kind * H + head).to(tl.int64) * N + token + i, values, mask=i < count)
+
+
+@triton.jit
+def _add_two(a_high, a_low, b_high, b_low):
+    """(a + b) as high + low; high is the rounded sum and low what it lost."""
+    high = a_high + b_high
+    part = high - a_high
+    lost = (a_high - (high - part)) + (b_high - part)
+    return high, a_low + b_low + lost
+
+
+@triton.jit
+def cumulate(g):
+    """The inclusive sums of a log decay g [C] over rows / ln 2, as high + low. Below -200 a gate is 0 in fp32: it is held there."""
+    g = tl.where(g < -200.0, -200.0, g) * LOG2E  # a comparison with NaN is false: NaN stays
+    return tl.associative_scan((g, g * 0.0), 0, _add_two)
+
+
+@triton.jit
+def spans(high, low, C: tl.constexpr):
+    """[C, C]: exp(G_i - G_j) for i >= j, else 0."""
+    i = tl.arange(0, C)
+    exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp2(tl.where(i[:, None] >= i[None, :], exponent, -float("inf")))
+
+
+@triton.jit
+def last(x, count, C: tl.constexpr):
+    """x[count - 1] of x [C]: a scalar."""
+    return tl.sum(tl.where(tl.arange(0, C) == count - 1, x, 0.0), 0)
