@@ -79,11 +79,19 @@ def cumulate(g):
 
 
 @triton.jit
-def spans(high, low, C: tl.constexpr):
-    """[C, C]: exp(G_i - G_j) for i >= j, else 0."""
+def spans(high, low, count, C: tl.constexpr):
+    """[C, C]: exp(G_i - G_j) for i >= j, else 0; 0 past the chunk's rows, where G reads as zero and the difference may be positive."""
     i = tl.arange(0, C)
     exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    return tl.exp2(tl.where(i[:, None] >= i[None, :], exponent, -float("inf")))
+    return tl.exp2(tl.where((i[:, None] >= i[None, :]) & (i < count)[:, None], exponent, -float("inf")))
+
+
+@triton.jit
+def spans_transposed(high, low, count, C: tl.constexpr):
+    """The transpose of `spans`, made outright: [C, C], exp(G_i - G_j) at row j, column i."""
+    i = tl.arange(0, C)
+    exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+    return tl.exp2(tl.where((i[None, :] >= i[:, None]) & (i < count)[None, :], exponent, -float("inf")))
 
 
 @triton.jit
