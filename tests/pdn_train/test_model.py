@@ -22,7 +22,8 @@ OPTIONS = [
     {"recurrence": "pkda", "precond_bound": 2.0},
     {"recurrence": "gdn", "tie_embeddings": False},
 ]
-NAMES = [" ".join(f"{v}" for v in variant.values()) for variant in VARIANTS + OPTIONS]
+ABLATIONS = [{"precond_form": form} for form in ("unstable_atk", "atq", "norm_kbk", "norm_1_kbk", "norm_beta")]
+ABLATIONS += [{"recurrence": "pkda", "precond_interval": interval} for interval in ("up", "down")]
 
 
 def build(variant: dict, dtype=torch.float32, checkpoint="none") -> LanguageModel:
@@ -95,7 +96,7 @@ def plain_logits(model, ids):  # [T] -> [T, vocab]
     return plain_norm(x, model.norm.weight) @ model.head.weight.T
 
 
-@pytest.mark.parametrize("variant", VARIANTS + OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("variant", VARIANTS + OPTIONS, ids=str)
 @torch.no_grad()
 def test_equals_the_plain_transcription(variant):
     model, ids = build(variant, torch.float64), tokens()
@@ -112,6 +113,14 @@ def test_parameter_counts_at_340m(name, parameters):
     with torch.device("meta"):
         model = LanguageModel(ModelConfig(recurrence=name))
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@torch.no_grad()
+def test_ablations_reach_the_recurrence():
+    """Each gives logits of its own: the plain ones and the seven variants are eight different models."""
+    results = [build(variant, torch.float64)(tokens()) for variant in [{}, *ABLATIONS[:5]]]
+    results += [build(variant, torch.float64)(tokens()) for variant in [{"recurrence": "pkda"}, *ABLATIONS[5:]]]
+    assert all((a - b).abs().max() > 1e-4 for i, a in enumerate(results) for b in results[:i])
 
 
 # ---- initial weights ----
@@ -326,7 +335,7 @@ def test_packed_documents_equal_separate_ones(variant):
     assert (together - apart).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("variant", VARIANTS + OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("variant", VARIANTS + OPTIONS + ABLATIONS, ids=str)
 @torch.no_grad()
 def test_prefill_and_steps_equal_the_full_forward(variant):
     """Three prompts of 9, 1 and 2 tokens (shorter than the convolution), then 12 tokens one by one."""
