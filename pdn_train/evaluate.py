@@ -55,30 +55,39 @@ def evaluate_loss(model: torch.nn.Module, batches: Iterable[Batch], device: torc
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a task is given."""
+class Options:
+    """How to evaluate; what the command line's options say."""
+
+    data: str | None = None  # a folder of shards; None: the run's data.val_path
+    samples: int | None = None  # the first ones of it; None: all
+    micro_batch: int = 8
+    precision: str = "fp32"
+    device: str = "cpu"
+    kernel: str | None = None  # None: that of the model's configuration
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated."""
 
     model: LanguageModel
     tokenizer: Tokenizer | None
     source: Source
-    device: torch.device
-    data: str | None  # --data
-    samples: int | None  # --samples
-    micro_batch: int
 
 
-def perplexity(setting: Setting) -> dict:
+def perplexity(subject: Subject, options: Options) -> dict:
     """Task ppl; keys as in the module docstring, and samples, tokens (the targets) and data (the folder)."""
-    folder = setting.data or setting.source.data.get("val_path")
+    settings = subject.source.data
+    folder = options.data or settings.get("val_path")
     if folder is None:
-        raise EvaluationError(f"{setting.source.folder} has no data.val_path; name a folder of shards with --data")
-    samples = open_samples(folder, setting.source.data["seq_len"], 0, setting.model.config.vocab_size, sequential=True)
-    _check_tokenizer(setting, samples, folder)
-    count = len(samples) if setting.samples is None else setting.samples
+        raise EvaluationError(f"{subject.source.folder} has no data.val_path; name a folder of shards with --data")
+    samples = open_samples(folder, settings["seq_len"], 0, subject.model.config.vocab_size, sequential=True)
+    _check_tokenizer(subject.tokenizer, samples, folder)
+    count = len(samples) if options.samples is None else options.samples
     if not 1 <= count <= len(samples):
         raise EvaluationError(f"--samples {count}: {folder} holds {len(samples)} samples of {samples.seq_len} tokens")
-    batches = _batches(samples, count, setting.micro_batch, setting.source.data["reset_at_documents"])
-    loss, targets = evaluate_loss(setting.model, batches, setting.device)
+    batches = _batches(samples, count, options.micro_batch, settings["reset_at_documents"])
+    loss, targets = evaluate_loss(subject.model, batches, options.device)
     if not targets:
         raise EvaluationError(f"the first {count} samples of {folder} hold no target: every token follows an end of document")
     mean, totals = loss / targets, samples.manifests[0].totals
@@ -92,7 +101,7 @@ def perplexity(setting: Setting) -> dict:
     }
 
 
-TASKS: dict[str, Callable[[Setting], dict]] = {"ppl": perplexity}
+TASKS: dict[str, Callable[[Subject, Options], dict]] = {"ppl": perplexity}
 
 
 def _batches(samples: Samples, count: int, micro_batch: int, reset_at_documents: bool) -> Iterator[Batch]:
@@ -102,26 +111,26 @@ def _batches(samples: Samples, count: int, micro_batch: int, reset_at_documents:
         yield from Loader(samples, size, 1, 0, 1, reset_at_documents).step(start)
 
 
-def _check_tokenizer(setting: Setting, samples: Samples, folder: str) -> None:
+def _check_tokenizer(tokenizer: Tokenizer | None, samples: Samples, folder: str) -> None:
     made_with = samples.manifests[0].tokenizer.sha256
-    if setting.tokenizer is not None and setting.tokenizer.sha256 != made_with:
+    if tokenizer is not None and tokenizer.sha256 != made_with:
         raise EvaluationError(
-            f"{folder} was made with another tokenizer (sha256 {made_with}) than the model's ({setting.tokenizer.sha256}); "
-            f"prepare it again with --tokenizer {setting.tokenizer.file}"
+            f"{folder} was made with another tokenizer (sha256 {made_with}) than the model's ({tokenizer.sha256}); "
+            f"prepare it again with --tokenizer {tokenizer.file}"
         )
 
 
-def evaluate(path: str, tasks: list[str], data: str | None, samples: int | None, micro_batch: int, precision: str, device: str) -> dict:
+def evaluate(path: str | Path, tasks: list[str], options: Options) -> dict:
     """Run `tasks` on the model at `path`: {task: its result}, and what was evaluated. Raises EvaluationError for an unknown task."""
     for task in tasks:
         if task not in TASKS:
             raise EvaluationError(f"--tasks {task}: there is no such task; there are {', '.join(TASKS)}")
-    if micro_batch < 1:
-        raise EvaluationError(f"--micro-batch {micro_batch} is below 1")
+    if options.micro_batch < 1:
+        raise EvaluationError(f"--micro-batch {options.micro_batch} is below 1")
     source = find(path)
-    model, tokenizer = load_model(source.folder, device, DTYPES[precision])
-    setting = Setting(model, tokenizer, source, torch.device(device), data, samples, micro_batch)
-    return {"weights": str(source.folder), "precision": precision, **{task: TASKS[task](setting) for task in tasks}}
+    model, tokenizer = load_model(source.folder, options.device, DTYPES[options.precision], options.kernel)
+    subject = Subject(model, tokenizer, source)
+    return {"weights": str(source.folder), "precision": options.precision, **{task: TASKS[task](subject, options) for task in tasks}}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,10 +142,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="samples at once (default 8)")
     parser.add_argument("--precision", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernel", choices=("torch", "triton"), help="what to run the recurrence on (default: the model's own)")
     parser.add_argument("--output", metavar="FILE", help="where to write the result (default: RUN_OR_EXPORT/eval.json)")
     a = parser.parse_args(argv)
     try:
-        result = evaluate(a.model, a.tasks.split(","), a.data, a.samples, a.micro_batch, a.precision, a.device)
+        options = Options(a.data, a.samples, a.micro_batch, a.precision, a.device, a.kernel)
+        result = evaluate(a.model, a.tasks.split(","), options)
     except (EvaluationError, WeightsError, CheckpointError, ConfigError, ShardError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -100,7 +100,7 @@ def _check(model: LanguageModel, prompts: list[list[int]], max_tokens: int, temp
 
 
 def run(a: argparse.Namespace) -> None:
-    model, tokenizer = load_model(a.model, a.device, DTYPES[a.precision])
+    model, tokenizer = load_model(a.model, a.device, DTYPES[a.precision], a.kernel)
     if tokenizer is None:
         raise GenerationError(f"{a.model} has no tokenizer.model: put the one its shards were made with there")
     prompts = [tokenizer.encode(text) for text in a.prompt]
@@ -123,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--precision", choices=tuple(DTYPES), default="fp32")
+    parser.add_argument("--kernel", choices=("torch", "triton"), help="what to run the recurrence on (default: the model's own)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     try:
         run(parser.parse_args(argv))

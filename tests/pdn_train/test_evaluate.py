@@ -10,7 +10,7 @@ from torch import nn
 
 from pdn_train import evaluate, export
 from pdn_train.data import Batch
-from pdn_train.evaluate import evaluate_loss
+from pdn_train.evaluate import Options, evaluate_loss
 from pdn_train.shards import Shards
 
 
@@ -86,7 +86,7 @@ def test_documents_are_read_as_they_were_trained(tmp_path, make_run, make_model,
     model = make_model(vocab_size=100)
     shards = make_shards(tmp_path / "data", [[5, 6, 7], [8, 9, 10, 11]])  # 5 6 7 eos 8 9 10 11 eos
     runs = [make_run(tmp_path / name, model, {"seq_len": 8, "reset_at_documents": name == "reset"}) for name in ("reset", "through")]
-    results = [evaluate.evaluate(str(run), ["ppl"], str(shards), None, 1, "fp32", "cpu")["ppl"] for run in runs]
+    results = [evaluate.evaluate(run, ["ppl"], Options(data=str(shards), micro_batch=1))["ppl"] for run in runs]
     assert [r["tokens"] for r in results] == [7, 8]
     with torch.no_grad():
         apart = [model(torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])).item() for ids in ([5, 6, 7, 2], [8, 9, 10, 11, 2])]
@@ -118,3 +118,10 @@ def test_no_data_and_another_tokenizer_are_refused(tmp_path, make_run, make_mode
     other = make_shards(tmp_path / "other", [[5, 6, 7] * 30], sha256="ab")
     assert evaluate.main([str(plain), "--device", "cpu", "--data", str(other)]) == 1
     assert "was made with another tokenizer (sha256 ab) than the model's" in capsys.readouterr().err
+
+
+def test_another_kernel_gives_the_same_on_a_machine_without_a_gpu(run, tmp_path, make_run, make_model, tiny_shards):
+    """A run made for Triton kernels is evaluated on the CPU by asking for the torch ones."""
+    trained = make_run(tmp_path / "triton", make_model(vocab_size=512, kernel="triton"), {"seq_len": 48})
+    options = Options(data=str(tiny_shards / "val"), samples=3, kernel="torch")
+    assert evaluate.evaluate(trained, ["ppl"], options)["ppl"] == evaluate.evaluate(run[0], ["ppl"], options)["ppl"]
