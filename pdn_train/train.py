@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="print parameters, FLOPs, memory, tokens and DeepSpeed's JSON; start nothing"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     log_to(None)
     try:
         config = load(arguments.config, arguments.overrides)
