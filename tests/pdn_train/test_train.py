@@ -302,6 +302,6 @@ def test_nonfinite_steps_end_the_run(write):
 def test_dry_run_starts_nothing(write):
     config = write("dry")
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2"))
-    for part in ("parameters", "FLOPs", "GiB", '"train_micro_batch_size_per_gpu": 2', '"gradient_accumulation_steps": 2'):
+    for part in ("parameters", "FLOPs", "memory", '"train_micro_batch_size_per_gpu": 2', '"gradient_accumulation_steps": 2'):
         assert part in said
     assert not run_dir(config).exists()
