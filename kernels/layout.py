@@ -63,7 +63,7 @@ class Solved:
 
     t: Tensor  # [N, H, CHUNK] (I + L)^-1 in the input dtype; row: the token; columns past the chunk's rows are zero
     w: Tensor | None  # [N, H, K] the write key in the input dtype; None: it is rk * k (no preconditioner)
-    rows: Tensor  # [4, H, N] fp32, one number a token and head: see `kernels.tiles`
+    rows: Tensor  # [5, H, N] fp32, one number a token and head: see `kernels.tiles`
 
 
 _kept: OrderedDict[tuple, Layout] = OrderedDict()

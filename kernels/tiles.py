@@ -1,24 +1,34 @@
 """What the Triton kernels share: loading tiles of a chunk, and the decay between its rows.
 
-`rows` [4, H, N] fp32 holds one number a token and head, each kind contiguous over tokens:
+`rows` [5, H, N] fp32 holds one number a token and head, each kind contiguous over tokens:
 
     KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + 1e-6), or 1 where q and k are not normalised
     HIGH, LOW              G / ln 2, the inclusive cumulative log decay of the chunk, as the unevaluated sum of two floats: a difference
                            G_i - G_j keeps the digits of weak gates that follow strong ones. Not written without a decay.
+    BETA                   beta: a load of 4 contiguous bytes a row can be prefetched in a loop over chunks, one of 2 strided bytes cannot
 
 exp(G_i - G_j) is exp2 of the difference; rows past the chunk's end read as zero everywhere.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 KEY_NORM = tl.constexpr(0)
 QUERY_NORM = tl.constexpr(1)
 HIGH = tl.constexpr(2)
 LOW = tl.constexpr(3)
+BETA = tl.constexpr(4)
+KINDS = 5
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def dot_precision(x: Tensor) -> str:
+    """How fp32 operands are multiplied: three TF32 products where the inputs are fp32, one where they are 16 bits wide."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -51,15 +61,15 @@ def load_gate(x, token, count, H, head, C: tl.constexpr):
 
 @triton.jit
 def load_row(rows, kind, token, count, H, N, head, C: tl.constexpr):
-    """[C] fp32: one kind of `rows` [4, H, N] for one head; zero past the chunk's rows."""
+    """[C] fp32: one kind of `rows` [5, H, N] for one head; zero past the chunk's rows."""
     i = tl.arange(0, C)
-    return tl.load(rows + (kind * H + head).to(tl.int64) * N + token + i, mask=i < count, other=0.0)
+    return tl.load(rows + (head + kind * H).to(tl.int64) * N + token + i, mask=i < count, other=0.0)
 
 
 @triton.jit
 def store_row(rows, values, kind, token, count, H, N, head, C: tl.constexpr):
     i = tl.arange(0, C)
-    tl.store(rows + (kind * H + head).to(tl.int64) * N + token + i, values, mask=i < count)
+    tl.store(rows + (head + kind * H).to(tl.int64) * N + token + i, values, mask=i < count)
 
 
 @triton.jit
