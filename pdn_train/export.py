@@ -196,7 +196,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
 
         weights = gather_fp32_weights(folder)
     # A frozen parameter has no master
-    return {name: tensor.float() if False else tensor for name, tensor in weights.items()}
+    return {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in weights.items()}
 
 
 def _read_tree(file: Path, parse) -> dict:
