@@ -1,0 +1,298 @@
+"""All gradients of a chunk, for all chunks at once: from the states it meets and the gradients of those it hands on.
+
+In: h, the state S that the chunk meets; u, the corrected errors U (R = beta U are the values written); dh, dS'; dx, dX; dO. With
+G, M as in `kernels.chunk_triton` and everything per head:
+
+    D1_ij = -beta_i beta_j (dX_i . U_j) exp(G_i - G_j),  i > j          the gradient of khat_i . w_j
+    D2_ij = scale beta_j (dO_i . U_j) exp(G_i - G_j),  i >= j           the gradient of qhat_i . w_j
+    dqhat = scale exp(G) dO S^T + D2 w
+    dkhat = -beta exp(G) dX S^T + D1 w                                  (the key that reads)
+    dw    = beta exp(G_C - G) U dS'^T + D1^T khat + D2^T qhat           (the key that writes)
+    dv    = beta dX ;  dbeta_i = dX_i . U_i
+
+The gradient of a log decay g_t is what flows through the spans that contain it, summed as it is and never as a difference of sums over
+longer spans, which would lose a strong decay's tiny gradient:
+
+    dg_t = sum_{i >= t > j} [D1_ij (khat_i . w_j) + D2_ij (qhat_i . w_j)]                    spans inside the chunk
+         + sum_{i >= t} [first term of dqhat . qhat + first term of dkhat . khat]_i          from the state to row i
+         + sum_{j < t} [first term of dw . w]_j                                              from row j to the next state
+         + exp(G_C) <S, dS'>                                                                 from state to state
+
+Without a preconditioner w is khat, and dw is added to dkhat. With one, w = b khat and b comes of the statistic (`_statistic`): what stays
+inside the chunk is done here, while dw is in registers, and the rest in `kernels.statistic_backward`. Last, as khat = k / sqrt(sum k^2
++ 1e-6): dk = rk (dkhat - khat (khat . dkhat)), and q likewise.
+
+The products that need D1^T and D2^T are made as khat^T D1 and qhat^T D2, and only their sum is turned: Triton before 3.7.1 can go wrong
+on Hopper where the left operand is the transpose of a product.
+
+Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx (and w), h, dh, writes dq, dk, dv: 3.1 (3.3) KB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.layout import CHUNK, Inputs, Layout, Solved
+from kernels.tiles import (
+    BETA,
+    HIGH,
+    KEY_NORM,
+    LOW,
+    QUERY_NORM,
+    cumulate,
+    dot_precision,
+    last,
+    load_gate,
+    load_row,
+    load_tile,
+    spans,
+    spans_transposed,
+    store_tile,
+)
+from kernels.tuned import setting
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of one call. The first six are final without a preconditioner."""
+
+    q: Tensor  # [N, H, K] input dtype, as k and v
+    k: Tensor  # [N, H, K] with a preconditioner it lacks what comes through later chunks' statistics, as forget and gain
+    v: Tensor  # [N, H, V]
+    beta: Tensor  # [N, H] beta's dtype
+    decay: Tensor | None  # [N, H] decay's dtype
+    statistic: Statistic | None
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """The chunks' own parts of the statistic's gradients, fp32."""
+
+    forget: Tensor  # [N, H]
+    gain: Tensor  # [N, H]
+    center: Tensor  # [M, H] a chunk's sum
+    start: Tensor  # [M, H, K] the gradient of the statistic each chunk meets
+    keep: Tensor  # [M, H] exp(P_C): what is left of it at the chunk's end
+
+
+@triton.jit
+def _load_state(h, at, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """[BK, BV]: value channels first .. first + BV of one state of h [M, H, K, V]."""
+    d, e = tl.arange(0, BK), first + tl.arange(0, BV)
+    corner = h + at * K * V + d[:, None] * V + e[None, :]
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(corner)
+    return tl.load(corner, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _through_norm(dx, x, r, NORMALIZE: tl.constexpr):
+    """The gradient of x [C, BK] where xhat = r x, from dx of xhat; x is xhat here."""
+    if NORMALIZE:
+        dx = r[:, None] * (dx - x * tl.sum(dx * x, 1)[:, None])
+    return dx
+
+
+@triton.jit
+def _between(pairs, C: tl.constexpr, PRECISION: tl.constexpr):
+    """[C]: at t the sum of pairs [C, C] over i >= t > j."""
+    i = tl.arange(0, C)
+    before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)  # (j, t)
+    earlier = tl.dot(pairs, before, input_precision=PRECISION)  # (i, t): over j < t
+    return tl.sum(tl.where(i[:, None] >= i[None, :], earlier, 0.0), 0)
+
+
+@triton.jit
+def _from_row(x, C: tl.constexpr):
+    """[C]: at t the sum of x over i >= t."""
+    i = tl.arange(0, C)
+    return tl.sum(tl.where(i[:, None] >= i[None, :], x[:, None], 0.0), 0)
+
+
+@triton.jit
+def _before_row(x, C: tl.constexpr):
+    """[C]: at t the sum of x over j < t."""
+    i = tl.arange(0, C)
+    return tl.sum(tl.where(i[:, None] < i[None, :], x[:, None], 0.0), 0)
+
+
+@triton.jit
+def _statistic(
+    dk, dw, khat, a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,
+    token, count, at, H, head, log_bound, eps,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk [C, BK] with what comes through w = b khat, where b is the bounded inverse of the statistic (`kernels.preconditioner`).
+
+        prior_t = exp(p_t) a_{t-1} ;  a = prior + c khat^2 ;  r = log(a + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s)
+        dr = dw khat b (-log(x)) / (1 + |r|)^2 ;  dm = -sum dr ;  da = dr / (a + eps)
+        dA_t = sum_{i >= t} exp(P_i - P_t) da_i                                 over the chunk's own rows
+        dkhat += b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior ;  dstart = exp(P_0) dA_0
+    """
+    i, d = tl.arange(0, C), tl.arange(0, BK)
+    high, low = cumulate(load_gate(forget, token, count, H, head, C))
+    c = load_gate(gain, token, count, H, head, C)
+    start = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
+    own = c[:, None] * khat * khat
+    decayed = tl.where(i[:, None] == i[None, :], 0.0, spans(high, low, count, C))
+    prior = tl.exp2(high + low)[:, None] * start[None, :]
+    prior = tl.dot(decayed.to(DOT), own.to(DOT), prior, input_precision=PRECISION)
+    a = prior + own + eps
+    r = tl.log(a) - tl.load(center + head)
+    slope = 1.0 / (1.0 + tl.abs(r))
+    b = tl.exp(-log_bound * r * slope)
+    dr = dw * khat * b * slope * slope * -log_bound
+    dr = tl.where((i < count)[:, None] & (d < K)[None, :], dr, 0.0)
+    tl.store(dcenter + at, -tl.sum(dr))
+    da = dr / a
+    later = tl.where(i[:, None] == i[None, :], 0.0, spans_transposed(high, low, count, C))
+    da = tl.dot(later.to(DOT), da.to(DOT), da, input_precision=PRECISION)
+    place = (token + i).to(tl.int64) * H + head
+    tl.store(dgain + place, tl.sum(khat * khat * da, 1), mask=i < count)
+    tl.store(dforget + place, tl.sum(prior * da, 1), mask=i < count)
+    whole = tl.exp2(high + low)
+    tl.store(dstart + at * K + d, tl.sum(tl.where((i == 0)[:, None], whole[:, None] * da, 0.0), 0), mask=d < K)
+    tl.store(keep + at, last(whole, count, C))
+    return dk + b * dw + 2 * c[:, None] * khat * da
+
+
+@triton.jit
+def _gradients(
+    q, k, w, rows, h, u, dh, dx, do,  # inputs
+    dq, dk, dv, dbeta, dg,  # outputs
+    a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,  # the statistic's inputs and outputs
+    chunks, N, H, q_stride, k_stride, scale, log_bound, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, WRITE: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One program a chunk and head. WRITE: w holds the write keys and comes of the statistic, else they are rk * k."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    at = (chunk * H + head).to(tl.int64)
+    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    i = tl.arange(0, C)
+    place = (token + i).to(tl.int64) * H + head
+    beta = load_row(rows, BETA, token, count, H, N, head, C)
+    rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
+    rq = load_row(rows, QUERY_NORM, token, count, H, N, head, C)
+
+    # the gradients of the [C, C] products
+    one = tl.zeros((C, C), tl.float32)
+    two = tl.zeros((C, C), tl.float32)
+    for e in tl.static_range(0, V, BV):
+        U = load_tile(u, token, count, H * V, head, e, V, BV, C)
+        dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
+        dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+        one = tl.dot(dX, tl.trans(U), one, input_precision=PRECISION)
+        two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
+        store_tile(dv, beta[:, None] * dX.to(tl.float32), token, count, H * V, head, e, V, BV, C)
+    diagonal = i[:, None] == i[None, :]
+    tl.store(dbeta + place, tl.sum(tl.where(diagonal, one, 0.0), 1), mask=i < count)
+    if DECAY:
+        high = load_row(rows, HIGH, token, count, H, N, head, C)
+        low = load_row(rows, LOW, token, count, H, N, head, C)
+        end, end_low = last(high, count, C), last(low, count, C)
+        span = spans(high, low, count, C)
+        grown, left, whole = tl.exp2(high + low), tl.exp2((end - high) + (end_low - low)), tl.exp2(end + end_low)
+    else:
+        span = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+        grown, left = rk * 0.0 + 1.0, rk * 0.0 + 1.0
+    one = tl.where(diagonal, 0.0, one * span) * (-beta[:, None] * beta[None, :])
+    two = two * span * (scale * beta)[None, :]
+
+    Q = load_tile(q, token, count, q_stride, head, 0, K, BK, C)
+    Key = load_tile(k, token, count, k_stride, head, 0, K, BK, C)
+    W = Key
+    wr = rk  # what W lacks to be the write key
+    if WRITE:
+        W = load_tile(w, token, count, H * K, head, 0, K, BK, C)
+        wr = rk * 0.0 + 1.0
+    if DECAY:
+        pairs = one * tl.dot(Key, tl.trans(W), input_precision=PRECISION) * rk[:, None]
+        pairs += two * tl.dot(Q, tl.trans(W), input_precision=PRECISION) * rq[:, None]
+        g = _between(pairs * wr[None, :], C, PRECISION)
+
+    # the query
+    grad = tl.zeros((C, BK), tl.float32)
+    for e in tl.static_range(0, V, BV):
+        dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+        grad = tl.dot(dO, tl.trans(_load_state(h, at, e, K, V, BK, BV)), grad, input_precision=PRECISION)
+    grad *= (scale * grown)[:, None]
+    qhat = Q.to(tl.float32) * rq[:, None]
+    if DECAY:
+        from_state = tl.sum(grad * qhat, 1)
+    grad = tl.dot((two * wr[None, :]).to(Q.dtype), W, grad, input_precision=PRECISION)
+    store_tile(dq, _through_norm(grad, qhat, rq, NORMALIZE), token, count, H * K, head, 0, K, BK, C)
+
+    # the key that reads
+    grad = tl.zeros((C, BK), tl.float32)
+    for e in tl.static_range(0, V, BV):
+        dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
+        grad = tl.dot(dX, tl.trans(_load_state(h, at, e, K, V, BK, BV)), grad, input_precision=PRECISION)
+    grad *= (-beta * grown)[:, None]
+    khat = Key.to(tl.float32) * rk[:, None]
+    if DECAY:
+        from_state += tl.sum(grad * khat, 1)
+        g += _from_row(from_state, C)
+    grad = tl.dot((one * wr[None, :]).to(Q.dtype), W, grad, input_precision=PRECISION)
+
+    # the key that writes
+    written = tl.zeros((C, BK), tl.float32)
+    passed = 0.0
+    for e in tl.static_range(0, V, BV):
+        U = load_tile(u, token, count, H * V, head, e, V, BV, C)
+        dS = _load_state(dh, at, e, K, V, BK, BV)
+        if DECAY:
+            passed += tl.sum(_load_state(h, at, e, K, V, BK, BV).to(tl.float32) * dS.to(tl.float32))
+        written = tl.dot(U, tl.trans(dS), written, input_precision=PRECISION)
+    written *= (beta * left)[:, None]
+    if DECAY:
+        to_state = tl.sum(written * W.to(tl.float32), 1) * wr
+        g += _before_row(to_state, C) + whole * passed
+        tl.store(dg + place, g, mask=i < count)
+    turned = tl.dot(tl.trans(Key), (one * rk[:, None]).to(Q.dtype), input_precision=PRECISION)
+    turned = tl.dot(tl.trans(Q), (two * rq[:, None]).to(Q.dtype), turned, input_precision=PRECISION)
+    written += tl.trans(turned)
+    if WRITE:
+        grad = _statistic(
+            grad, written, khat, a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,
+            token, count, at, H, head, log_bound, eps, K, BK, C, DOT, PRECISION,
+        )  # fmt: skip
+    else:
+        grad += written
+    store_tile(dk, _through_norm(grad, khat, rk, NORMALIZE), token, count, H * K, head, 0, K, BK, C)
+
+
+def backward(
+    x: Inputs, solved: Solved, layout: Layout, a_start: Tensor | None, h: Tensor, u: Tensor, dh: Tensor, dx: Tensor, do: Tensor
+) -> Gradients:
+    """a_start [M, H, K] fp32 with a preconditioner, h and dh [M, H, K, V], u, dx and do [N, H, V] contiguous."""
+    (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
+    dq, dk = x.k.new_empty(2, N, H, K)
+    dv = x.v.new_empty(N, H, V)
+    dbeta = x.beta.new_empty(N, H)
+    dg = None if x.decay is None else x.decay.new_empty(N, H)
+    statistic = None if x.forget is None else _statistic_buffers(x, M)
+    parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
+    choice = setting("gradients", x.k)
+    _gradients[(M * H,)](
+        x.q, x.k, solved.w, solved.rows, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
+        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
+        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)), C=CHUNK, DECAY=x.decay is not None,
+        WRITE=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
+    )  # fmt: skip
+    return Gradients(dq, dk, dv, dbeta, dg, statistic)
+
+
+def _statistic_buffers(x: Inputs, M: int) -> Statistic:
+    """One allocation for all of it."""
+    N, H, K = x.k.shape
+    sizes = ((N, H), (N, H), (M, H), (M, H, K), (M, H))
+    counts = [torch.Size(size).numel() for size in sizes]
+    flat = torch.empty(sum(counts), dtype=torch.float32, device=x.k.device)
+    return Statistic(*(part.view(size) for part, size in zip(flat.split(counts), sizes, strict=True)))
