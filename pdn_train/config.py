@@ -212,6 +212,10 @@ class Config(Section):
             )
         if self.profile.stop < self.profile.start:
             raise ValueError(f"profile.stop={self.profile.stop} is before profile.start={self.profile.start}")
+        if self.train.compile and self.train.activation_checkpoint == "selective":
+            raise ValueError(
+                "train.compile=true with train.activation_checkpoint=selective: compiled blocks would run eagerly; use none or block"
+            )
         self._check_schedule()
         self._check_sequence()
         return self

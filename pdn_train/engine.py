@@ -10,6 +10,8 @@ weighs little, one with none adds zero.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import shutil
 import subprocess
@@ -69,6 +71,7 @@ class Engine:
         self._optimizer = optimizer
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
         self.model: nn.Module = self._engine.module
+        _name_the_stage(self._engine.optimizer, self.stage)
 
     def step(self, batches: list[Batch], rate: float, targets: int) -> Outcome:
         """Forward and backward over this rank's micro-batches, then one AdamW step at `rate` unless a gradient is not finite.
@@ -127,6 +130,13 @@ class Engine:
         self._engine.destroy()
 
 
+def _name_the_stage(wrapped: object, stage: int) -> None:
+    """DeepSpeed's optimizer for stage 1 in bf16 leaves its stage out of its files, and then DeepSpeed's own reader refuses them."""
+    if stage and hasattr(wrapped, "fp32_groups_flat_partition"):
+        original = wrapped.state_dict
+        wrapped.state_dict = lambda: {**original(), "zero_stage": stage}
+
+
 def to_universal(checkpoint: Path, output: Path) -> None:
     """One process: turn the ZeRO files of any stage and world size into `output`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt, whole tensors.
 
@@ -157,10 +167,11 @@ def _lay_out_stage_0(checkpoint: Path, output: Path) -> None:
 
 def gather_fp32_weights(checkpoint: Path) -> dict[str, Tensor]:
     """One process: every parameter and buffer by name, on the CPU, parameters as their fp32 masters, from the files of any stage."""
+    whole = checkpoint / "mp_rank_00_model_states.pt"  # absent at stage 3, whose weights are in pieces
+    weights = _model_states(checkpoint)["module"] if whole.exists() else {}
     if list(checkpoint.glob("*_optim_states.pt")):
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    else:
-        weights = _model_states(checkpoint)["module"]
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed reports its progress where our callers print results
+            weights |= get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 

@@ -23,7 +23,7 @@ from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.evaluate import evaluate_loss
-from pdn_train.export import load_into, load_weights
+from pdn_train.export import WeightsError, load_into, load_weights
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
 from pdn_train.optim import learning_rate
@@ -186,7 +186,7 @@ def dry_run(config: Config, world_size: int) -> str:
 
 
 # What a user can mend: said in one line, without a traceback
-EXPECTED = (CheckpointError, ConfigError, Disagreement, NonfiniteError, RunDirError, ShardError)
+EXPECTED = (CheckpointError, ConfigError, Disagreement, NonfiniteError, RunDirError, ShardError, WeightsError)
 
 
 @record

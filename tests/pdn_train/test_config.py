@@ -63,6 +63,7 @@ REFUSED = [
     ("model: {precond_form: atq, precond_interval: up}", ["model.precond_interval=up", "atq", "use both"]),
     ("parallel: {sequence: 3}", ["parallel.sequence=3", "data.seq_len=2048"]),
     ("parallel: {sequence: 1024}", ["parallel.sequence=1024", "2 tokens", "needs 3"]),
+    ("train: {compile: true, activation_checkpoint: selective}", ["train.compile=true", "selective", "use none or block"]),
     ("optim: {schedule: wsd}", ["optim.decay_steps"]),
     ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100"]),
     ("eval: {every: 10}", ["data.val_path"]),
