@@ -1,9 +1,9 @@
 """Where the chunks lie: the tables and the inputs that all Triton stages share.
 
-Tokens are flattened: token n of the call is row b * T + t. A chunk is up to CHUNK consecutive tokens of one sequence; the last one of a
-sequence may be shorter. Equal and packed sequences take the same road: two int32 tables on the device,
+Tokens are flattened: token n of the call is row b * T + t. A chunk is up to C consecutive tokens of one sequence (`chunk_rows`); the last
+one of a sequence may be shorter. Equal and packed sequences take the same road: two int32 tables on the device,
 
-    chunks [M, 2]       first token, rows (1 .. CHUNK)
+    chunks [M, 2]       first token, rows (1 .. C)
     sequences [S, 4]    first chunk, number of chunks, first token, number of tokens; all zero long where a sequence is empty
 
 A `Span` table of the same form as `sequences` cuts long sequences into pieces of whole chunks, so that more programs run at once when
@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-CHUNK = 64  # rows; every kernel is written for it
+CHUNK = 64  # going away: use Layout.chunk
 KEPT = 256  # tables of that many calls' lengths
 
 
@@ -29,7 +29,7 @@ KEPT = 256  # tables of that many calls' lengths
 class Layout:
     """The tables of one call."""
 
-    tokens: int  # B * T
+    chunk: int  # C, rows of a whole chunk
     chunks: Tensor  # [M, 2] int32
     sequences: Tensor  # [S, 4] int32
     longest: int  # chunks of the longest sequence
@@ -61,7 +61,8 @@ class Inputs:
 class Solved:
     """What the chunk-local solve hands to every later stage, and what is kept for the backward pass."""
 
-    t: Tensor  # [N, H, CHUNK] (I + L)^-1 in the input dtype; row: the token; columns past the chunk's rows are zero
+    t: Tensor  # [N, H, C] -(I + L diag(beta))^-1 L in the input dtype; row: the token, column: the row in its chunk
+    qw: Tensor  # [N, H, C] (qhat w^T * M) likewise, without the output's scale: zero above the diagonal
     w: Tensor | None  # [N, H, K] the write key in the input dtype; None: it is rk * k (no preconditioner)
     rows: Tensor  # [5, H, N] fp32, one number a token and head: see `kernels.tiles`
 
@@ -70,12 +71,19 @@ _kept: OrderedDict[tuple, Layout] = OrderedDict()
 _captured: list[Layout] = []  # a CUDA graph holds their addresses: they live as long as the process
 
 
-def layout(batch: int, length: int, bounds: tuple[int, ...] | None, device: torch.device) -> Layout:
-    """The tables of B sequences of T tokens, or of the packed ones that start and end at bounds."""
-    key = (batch, length, bounds, device)
+def chunk_rows(k: Tensor) -> int:
+    """C for keys k [..., K]: 64 where the matrix units take 16-bit operands; fp32 tiles of that height do not fit into the registers."""
+    if k.element_size() == 2:
+        return 64
+    return 32 if k.shape[-1] <= 128 else 16
+
+
+def layout(batch: int, length: int, bounds: tuple[int, ...] | None, chunk: int, device: torch.device) -> Layout:
+    """The tables of B sequences of T tokens, or of the packed ones that start and end at bounds, in chunks of `chunk` rows."""
+    key = (batch, length, bounds, chunk, device)
     found = _kept.get(key)
     if found is None:
-        found = _build(bounds or tuple(range(0, batch * length + 1, length)), device)
+        found = _build(bounds or tuple(range(0, batch * length + 1, length)), chunk, device)
         _kept[key] = found
         if len(_kept) > KEPT:
             _kept.popitem(last=False)
@@ -86,12 +94,12 @@ def layout(batch: int, length: int, bounds: tuple[int, ...] | None, device: torc
     return found
 
 
-def _build(bounds: tuple[int, ...], device: torch.device) -> Layout:
+def _build(bounds: tuple[int, ...], chunk: int, device: torch.device) -> Layout:
     chunks, sequences = [], []
     for start, stop in pairwise(bounds):
-        sequences.append((len(chunks), -(-(stop - start) // CHUNK), start, stop - start))
-        chunks += [(token, min(CHUNK, stop - token)) for token in range(start, stop, CHUNK)]
+        sequences.append((len(chunks), -(-(stop - start) // chunk), start, stop - start))
+        chunks += [(token, min(chunk, stop - token)) for token in range(start, stop, chunk)]
     flat = torch.tensor(chunks + [pair for row in sequences for pair in (row[:2], row[2:])], dtype=torch.int32)
     flat = flat.to(device, non_blocking=True)  # one copy for both
     longest = max(row[1] for row in sequences)
-    return Layout(bounds[-1], flat[: len(chunks)], flat[len(chunks) :].view(-1, 4), longest)
+    return Layout(chunk, flat[: len(chunks)], flat[len(chunks) :].view(-1, 4), longest)

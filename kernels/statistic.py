@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import CHUNK, Inputs, Layout
+from kernels.layout import Inputs, Layout
 from kernels.tiles import cumulate, last, load_gate, load_tile
 from kernels.tuned import setting
 
@@ -87,7 +87,7 @@ def forward(x: Inputs, layout: Layout, a_0: Tensor | None) -> tuple[Tensor, Tens
     choice = setting("statistic", x.k)
     _sums[(M * H,)](
         x.k, x.forget, x.gain, own, decay, layout.chunks, H, x.k.stride(0),
-        K=K, BK=triton.next_power_of_2(K), C=CHUNK, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
+        K=K, BK=triton.next_power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     a_start, a = (torch.empty(n, H, K, dtype=torch.float32, device=x.k.device) for n in (M, S))
     step = max(2, min(STEP, triton.next_power_of_2(layout.longest)))

@@ -1,0 +1,77 @@
+"""Compile every launch of a piece of code for sm_90 without a GPU: registers, spills, shared memory of each kernel variant.
+
+Not a test itself: `test_sm90.py` runs it in a process of its own, since Triton's interpreter must be off here and is on there. The
+launchers run as they are, on CPU tensors; only the launch is replaced by a compilation with the types, divisibilities and constants that
+Triton's own launcher would see.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_LIMIT = 232448  # bytes a block
+DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class Compilations:
+    """with Compilations() as c: call launchers; c.rows is then a list of dicts, one a distinct variant."""
+
+    def __init__(self):
+        self.rows, self._seen = [], set()
+
+    def __enter__(self):
+        self._original = JITFunction.__getitem__
+        JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: self._compile(kernel, args, kwargs)
+        return self
+
+    def __exit__(self, *_):
+        JITFunction.__getitem__ = self._original
+
+    def _compile(self, kernel, args, kwargs):
+        options = {n: kwargs.pop(n) for n in OPTIONS if n in kwargs}
+        signature, constants, attributes = {}, {}, {}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        for place, parameter in enumerate(kernel.params):
+            value = given[parameter.name]
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                continue
+            signature[parameter.name] = _type(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        key = (kernel.__name__, str(signature), str(constants), str(attributes), str(options))
+        if key not in self._seen:
+            self._seen.add(key)
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+            compiled = triton.compile(source, target=TARGET, options=options)
+            flags = {n: v for n, v in constants.items() if v is not None} | options
+            self.rows.append({"kernel": kernel.__name__, "flags": flags, "shared": compiled.metadata.shared} | _resources(compiled))
+
+
+def _type(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return DTYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _resources(compiled) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(TARGET.arch).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    spilled = sum(int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+    return {"registers": registers, "spilled": spilled, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async")}
