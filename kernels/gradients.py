@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import CHUNK, Inputs, Layout, Solved
+from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import (
     BETA,
     HIGH,
@@ -282,7 +282,7 @@ def backward(
     _gradients[(M * H,)](
         x.q, x.k, solved.w, solved.rows, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)), C=CHUNK, DECAY=x.decay is not None,
+        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)), C=layout.chunk, DECAY=x.decay is not None,
         WRITE=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gradients import Gradients, Statistic, _before_row
-from kernels.layout import CHUNK, Inputs, Layout, Solved
+from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import KEY_NORM, cumulate, last, load_gate, load_row, load_tile, store_tile
 from kernels.tuned import setting
 
@@ -119,6 +119,6 @@ def backward(
     _finish[(M * H,)](
         x.k, solved.rows, x.forget, x.gain, a_start, d_end, part.forget, part.gain, gradients.k, dforget, dgain,
         layout.chunks, N, H, x.k.stride(0),
-        K=K, BK=triton.next_power_of_2(K), C=CHUNK, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
+        K=K, BK=triton.next_power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return dforget, dgain, part.center.sum(0), da_0

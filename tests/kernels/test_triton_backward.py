@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels import gradients, layout, scan_backward, statistic_backward
-from kernels.layout import CHUNK, Inputs, Solved
+from kernels.layout import Inputs, Solved
 from kernels.operands import normalize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 def chunk(k, q, w, v, beta, g, s):
-    """One chunk of all heads [H, C, ...] in torch: o, the next state, and X, N, U of `kernels.chunk_triton`."""
+    """One chunk of all heads [H, C, ...] in torch: o, the next state, and X, -N, QW, U of `kernels.chunk_triton`."""
     G = g.cumsum(-1)
     span = (G[:, :, None] - G[:, None, :]).tril().exp().tril()
     lo, eye = ((k @ w.mT) * span).tril(-1), torch.eye(k.shape[1], dtype=k.dtype)
@@ -28,7 +28,7 @@ def chunk(k, q, w, v, beta, g, s):
     r = torch.linalg.solve(eye + beta[:, :, None] * lo, x)
     o = G.exp()[..., None] * (q @ s) + ((q @ w.mT) * span) @ r
     after = G[:, -1, None, None].exp() * s + w.mT @ ((G[:, -1:] - G).exp()[..., None] * r)
-    return o, after, x, negative, error + negative @ x
+    return o, after, x, negative, (q @ w.mT) * span, error + negative @ x
 
 
 def write_keys(k, p, c, m, a, bound, eps=1e-6):
@@ -41,20 +41,20 @@ def write_keys(k, p, c, m, a, bound, eps=1e-6):
     return torch.stack(rows, 1), a
 
 
-def forward(case, bounds):
+def forward(case, bounds, C):
     """Everything the backward passes are fed with, and the judges of the scan: dh, dx, ds_0. All sequences, chunk by chunk, fp64."""
     t = {n: x.clone().requires_grad_() for n, x in case.tensors.items()}
     flat = {n: x.flatten(0, 1).transpose(0, 1) for n, x in t.items() if n not in ("m", "s", "a")}  # [H, N, ...]
     scale, H, K, V = t["q"].shape[-1] ** -0.5, *t["q"].shape[2:], t["v"].shape[-1]
     N = bounds[-1]
-    got = {"t": torch.zeros(N, H, CHUNK), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V), "rows": torch.zeros(5, H, N)}
+    got = {"t": torch.zeros(N, H, C), "qw": torch.zeros(N, H, C), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V), "rows": torch.zeros(5, H, N)}
     got |= {n: [] for n in ("h", "a_start")}
     states, xs, loss = [], [], 0
     for n, (start, stop) in enumerate(pairwise(bounds)):
         s = t["s"][n] if "s" in t else torch.zeros(H, K, V, dtype=torch.float64, requires_grad=True)
         a = t["a"][n] if "a" in t else torch.zeros(H, K, dtype=torch.float64)
-        for i in range(start, stop, CHUNK):
-            j = min(i + CHUNK, stop)
+        for i in range(start, stop, C):
+            j = min(i + C, stop)
             q, k, v, beta = (flat[name][:, i:j] for name in ("q", "k", "v", "beta"))
             q, k = normalize(q) * scale, normalize(k)
             g = flat["decay"][:, i:j] if "decay" in t else torch.zeros_like(beta)
@@ -63,8 +63,9 @@ def forward(case, bounds):
             w = k
             if "p" in t:
                 w, a = write_keys(k, flat["p"][:, i:j], flat["c"][:, i:j], t["m"], a, (case.options or {}).get("bound", 1.5))
-            o, s, x, negative, u = chunk(k, q, w, v, beta, g, s)
-            got["t"][i:j, :, : j - i], got["w"][i:j], got["u"][i:j] = (y.detach().transpose(0, 1) for y in (negative, w, u))
+            o, s, x, negative, qw, u = chunk(k, q, w, v, beta, g, s)
+            got["t"][i:j, :, : j - i], got["qw"][i:j, :, : j - i] = (y.detach().transpose(0, 1) for y in (negative, qw / scale))
+            got["w"][i:j], got["u"][i:j] = w.detach().transpose(0, 1), u.detach().transpose(0, 1)
             G = g.cumsum(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
             norms = (flat[name][:, i:j].square().sum(-1).add(1e-6).rsqrt() for name in ("k", "q"))
             got["rows"][:, :, i:j] = torch.stack([*norms, G, G - G.float().double(), beta]).detach()
@@ -99,10 +100,11 @@ def run(case, put=place):
     """Every backward pass in turn, from forward values made by torch: {name: tensor} and the judges'."""
     B, T = case.tensors["q"].shape[:2]
     bounds = tuple(range(0, B * T + 1, T)) if case.cu_seqlens is None else tuple(case.cu_seqlens.tolist())
-    got, judge = forward(case, bounds)
-    x, table = inputs(case, put), layout._build(bounds, torch.device(DEVICE))
+    x = inputs(case, put)
+    table = layout._build(bounds, layout.chunk_rows(x.k), torch.device(DEVICE))
+    got, judge = forward(case, bounds, table.chunk)
     f = {n: put(y) for n, y in got.items()}
-    solved = Solved(f["t"], f["w"] if case.preconditioned else None, f["rows"])
+    solved = Solved(f["t"], f["qw"], f["w"] if case.preconditioned else None, f["rows"])
     do, ds = (put(case.weights[n]) for n in ("o", "s"))
     dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do.flatten(0, 1), ds)
     result = {"dh": dh, "dx": dx} | ({"ds_0": ds_0} if "ds_0" in judge else {})
