@@ -69,7 +69,8 @@ class Engine:
         names = {id(p): name for name, p in named}
         self._order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._optimizer = optimizer
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory reports whatever its log level
+            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
         self.model: nn.Module = self._engine.module
         _name_the_stage(self._engine.optimizer, self.stage)
 

@@ -45,26 +45,40 @@ class Pace:
     peak_flops: float | None
 
 
+class _Moment:
+    """A point of the device's own time line: on a GPU, when its work so far is done."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, before: _Moment) -> float:
+        """Waits for this moment on a GPU."""
+        if self._event is None:
+            return self._time - before._time
+        self.wait()
+        return before._event.elapsed_time(self._event) / 1000
+
+
 class _Step:
     """A launched step whose numbers are on their way to the host."""
 
     def __init__(self, progress: Progress, rate: float, outcome: Outcome):
         self.progress, self.rate = progress, rate  # progress after the step, its own skip not yet counted
         told = torch.stack([outcome.loss.double(), outcome.grad_norm.double(), outcome.skipped.double()])
-        self._ready: torch.cuda.Event | None = None
-        self._told, self._time = told, time.perf_counter()
-        if told.is_cuda:
-            self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            self._told.copy_(told, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+        self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.is_cuda)
+        self._told.copy_(told, non_blocking=True)
+        self.end = _Moment(told.device)
 
     def settle(self) -> None:
-        """Wait for the numbers; sets loss, grad_norm, skipped and the time at which the step ended."""
-        self.ended = self._time
-        if self._ready is not None:
-            self._ready.synchronize()
-            self.ended = time.perf_counter()
+        """Wait for the numbers; sets loss, grad_norm and skipped."""
+        self.end.wait()
         self.loss, self.grad_norm, skipped = self._told.tolist()
         self.skipped = bool(skipped)
 
@@ -77,7 +91,7 @@ class Journal:
         self._steps, self._every, self._max_nonfinite = steps, every, max_nonfinite
         self._waiting: _Step | None = None
         self._progress = start
-        self._since, self._since_step = time.perf_counter(), start.step
+        self._since, self._since_step, self._paused = _Moment(world.device), start.step, 0.0
         self._writer = SummaryWriter(str(run_dir.tensorboard)) if world.leads else None
 
     def add(self, progress: Progress, rate: float, outcome: Outcome) -> None:
@@ -106,9 +120,9 @@ class Journal:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves what happens inside (a save, a validation) out of the rates. Flush first: a step that is still running belongs to them."""
-        started = time.perf_counter()
+        started = _Moment(self._world.device)
         yield
-        self._since += time.perf_counter() - started
+        self._paused += _Moment(self._world.device).seconds_since(started)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -133,8 +147,8 @@ class Journal:
             )
 
     def _write(self, step: _Step) -> None:
-        steps, seconds = self._progress.step - self._since_step, step.ended - self._since
-        self._since, self._since_step = step.ended, self._progress.step
+        steps, seconds = self._progress.step - self._since_step, step.end.seconds_since(self._since) - self._paused
+        self._since, self._since_step, self._paused = step.end, self._progress.step, 0.0
         if self._writer is None:
             return
         entry = self._entry(step, seconds / max(1, steps))
