@@ -80,7 +80,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                 with profiler.step(progress.step):
                     outcome = engine.step(batches, rate, targets)
                 progress = replace(progress, step=progress.step + 1, position=position, tokens=progress.tokens + tokens_per_step)
-                journal.add(progress, rate, outcome)
+                journal.add(progress, engine.rate, outcome)
                 if config.eval.every and progress.step % config.eval.every == 0:
                     settled = journal.flush()
                     with journal.paused():

@@ -45,9 +45,9 @@ def write(tiny_shards, tmp_path_factory):
     return act
 
 
-def start(config: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+def start(config: Path, *overrides: str, ranks: int = 2, worker: tuple[str, ...] = ("-m", "pdn_train.train")) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", "-m", "pdn_train.train", str(config), *overrides]
+    command += ["--rdzv-endpoint", "localhost:0", *worker, str(config), *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -206,6 +206,11 @@ def test_a_killed_rank_fails_the_run(write):
     os.kill(workers(process)[1], signal.SIGKILL)
     said = finish(process, None)
     assert process.returncode != 0 and "SIGKILL" in said
+
+
+def test_a_rank_that_raises_fails_the_run_and_is_heard(write):
+    said = finish(start(write("raises"), worker=(str(Path(__file__).with_name("failing_worker.py")),)), 1)
+    assert "rank 1 has had enough" in said and "Traceback" in said
 
 
 def test_a_second_job_on_the_run_folder_refuses(write):
