@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
+from kernels.scan_backward import load_last, load_state
 from kernels.tiles import (
     BETA,
     HIGH,
@@ -81,24 +82,6 @@ class Statistic:
 
 
 @triton.jit
-def _load_state(h, at, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """[BK, BV]: value channels first .. first + BV of one state of h [M, H, K, V]."""
-    d, e = tl.arange(0, BK), first + tl.arange(0, BV)
-    corner = h + at * K * V + d[:, None] * V + e[None, :]
-    if K % BK == 0 and V % BV == 0:
-        return tl.load(corner)
-    return tl.load(corner, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)
-
-
-@triton.jit
-def _through_norm(dx, x, r, NORMALIZE: tl.constexpr):
-    """The gradient of x [C, BK] where xhat = r x, from dx of xhat; x is xhat here."""
-    if NORMALIZE:
-        dx = r[:, None] * (dx - x * tl.sum(dx * x, 1)[:, None])
-    return dx
-
-
-@triton.jit
 def _between(pairs, C: tl.constexpr, PRECISION: tl.constexpr):
     """[C]: at t the sum of pairs [C, C] over i >= t > j."""
     i = tl.arange(0, C)
@@ -108,57 +91,55 @@ def _between(pairs, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _from_row(x, C: tl.constexpr):
-    """[C]: at t the sum of x over i >= t."""
+def _around(later, earlier, C: tl.constexpr):
+    """[C]: at t the sum of later [C] over i >= t and of earlier [C] over j < t."""
     i = tl.arange(0, C)
-    return tl.sum(tl.where(i[:, None] >= i[None, :], x[:, None], 0.0), 0)
-
-
-@triton.jit
-def _before_row(x, C: tl.constexpr):
-    """[C]: at t the sum of x over j < t."""
-    i = tl.arange(0, C)
-    return tl.sum(tl.where(i[:, None] < i[None, :], x[:, None], 0.0), 0)
+    return tl.sum(tl.where(i[:, None] >= i[None, :], later[:, None], earlier[:, None]), 0)
 
 
 @triton.jit
 def _statistic(
-    dk, dw, khat, a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,
-    token, count, at, H, head, log_bound, eps,
+    dk, dw, khat, a_start, dstart, at, first, p_high, p_low, c, m, log_bound, eps, count,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk [C, BK] with what comes through w = b khat, where b is the bounded inverse of the statistic (`kernels.preconditioner`).
+    """dk [C, BK], channels first .. first + BK, with what comes through w = b khat, where b is the bounded inverse of the statistic
+    (`kernels.preconditioner`); and the sums over these channels of dp [C], dc [C] and dm.
 
         prior_t = exp(p_t) a_{t-1} ;  a = prior + c khat^2 ;  r = log(a + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s)
         dr = dw khat b (-log(x)) / (1 + |r|)^2 ;  dm = -sum dr ;  da = dr / (a + eps)
         dA_t = sum_{i >= t} exp(P_i - P_t) da_i                                 over the chunk's own rows
         dkhat += b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior ;  dstart = exp(P_0) dA_0
     """
-    i, d = tl.arange(0, C), tl.arange(0, BK)
-    high, low = cumulate(load_gate(forget, token, count, H, head, C))
-    c = load_gate(gain, token, count, H, head, C)
+    i, d = tl.arange(0, C), first + tl.arange(0, BK)
     start = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
-    own = c[:, None] * khat * khat
-    decayed = tl.where(i[:, None] == i[None, :], 0.0, spans(high, low, count, C))
-    prior = tl.exp2(high + low)[:, None] * start[None, :]
-    prior = tl.dot(decayed.to(DOT), own.to(DOT), prior, input_precision=PRECISION)
-    a = prior + own + eps
-    r = tl.log(a) - tl.load(center + head)
+    decayed = tl.where(i[:, None] == i[None, :], 0.0, spans(p_high, p_low, count, C))
+    prior = tl.exp2(p_high + p_low)[:, None] * start[None, :]
+    prior = tl.dot(decayed.to(DOT), (c[:, None] * khat * khat).to(DOT), prior, input_precision=PRECISION)
+    a = prior + c[:, None] * khat * khat + eps
+    r = tl.log(a) - m
     slope = 1.0 / (1.0 + tl.abs(r))
-    b = tl.exp(-log_bound * r * slope)
-    dr = dw * khat * b * slope * slope * -log_bound
-    dr = tl.where((i < count)[:, None] & (d < K)[None, :], dr, 0.0)
-    tl.store(dcenter + at, -tl.sum(dr))
+    scaling = tl.exp(-log_bound * r * slope)
+    dr = dw * khat * scaling * slope * slope * -log_bound
+    dk += scaling * dw
     da = dr / a
-    later = tl.where(i[:, None] == i[None, :], 0.0, spans_transposed(high, low, count, C))
+    later = tl.where(i[:, None] == i[None, :], 0.0, spans_transposed(p_high, p_low, count, C))
     da = tl.dot(later.to(DOT), da.to(DOT), da, input_precision=PRECISION)
-    place = (token + i).to(tl.int64) * H + head
-    tl.store(dgain + place, tl.sum(khat * khat * da, 1), mask=i < count)
-    tl.store(dforget + place, tl.sum(prior * da, 1), mask=i < count)
-    whole = tl.exp2(high + low)
-    tl.store(dstart + at * K + d, tl.sum(tl.where((i == 0)[:, None], whole[:, None] * da, 0.0), 0), mask=d < K)
-    tl.store(keep + at, last(whole, count, C))
-    return dk + b * dw + 2 * c[:, None] * khat * da
+    first_row = tl.where(i == 0, tl.exp2(p_high + p_low), 0.0)
+    tl.store(dstart + at * K + d, tl.sum(first_row[:, None] * da, 0), mask=d < K)
+    dk += 2 * c[:, None] * khat * da
+    return dk, tl.sum(prior * da, 1), tl.sum(khat * khat * da, 1), -tl.sum(dr)
+
+
+@triton.jit
+def _through_norm(
+    dx, x, r, along, token, count, x_stride, H, head,
+    K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dx [N, H, K], which holds the gradient of xhat = r x, becomes that of x; along: xhat . dx."""
+    for d in tl.static_range(0, BK, BLOCK):
+        xhat = load_tile(x, token, count, x_stride, head, d, K, BLOCK, C).to(tl.float32) * r[:, None]
+        grad = load_tile(dx, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
+        store_tile(dx, r[:, None] * (grad - xhat * along[:, None]), token, count, H * K, head, d, K, BLOCK, C)
 
 
 @triton.jit
@@ -167,10 +148,11 @@ def _gradients(
     dq, dk, dv, dbeta, dg,  # outputs
     a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,  # the statistic's inputs and outputs
     chunks, N, H, q_stride, k_stride, scale, log_bound, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, WRITE: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and head. WRITE: w holds the write keys and comes of the statistic, else they are rk * k."""
+    """One program a chunk and head; BLOCK key channels at a time. WRITE: w holds the write keys and comes of the statistic, else they
+    are rk * k."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -195,7 +177,7 @@ def _gradients(
     if DECAY:
         high = load_row(rows, HIGH, token, count, H, N, head, C)
         low = load_row(rows, LOW, token, count, H, N, head, C)
-        end, end_low = last(high, count, C), last(low, count, C)
+        end, end_low = load_last(rows, HIGH, token, count, H, N, head), load_last(rows, LOW, token, count, H, N, head)
         span = spans(high, low, count, C)
         grown, left, whole = tl.exp2(high + low), tl.exp2((end - high) + (end_low - low)), tl.exp2(end + end_low)
     else:
@@ -203,74 +185,110 @@ def _gradients(
         grown, left = rk * 0.0 + 1.0, rk * 0.0 + 1.0
     one = tl.where(diagonal, 0.0, one * span) * (-beta[:, None] * beta[None, :])
     two = two * span * (scale * beta)[None, :]
+    if DECAY:
+        kw = tl.zeros((C, C), tl.float32)
+        qw = tl.zeros((C, C), tl.float32)
+        for d in tl.static_range(0, BK, BLOCK):
+            Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+            W = Key
+            if WRITE:
+                W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
+            kw = tl.dot(Key, tl.trans(W), kw, input_precision=PRECISION)
+            qw = tl.dot(load_tile(q, token, count, q_stride, head, d, K, BLOCK, C), tl.trans(W), qw, input_precision=PRECISION)
+        pairs = one * kw * rk[:, None] + two * qw * rq[:, None]
+        if not WRITE:
+            pairs *= rk[None, :]
+        g = _between(pairs, C, PRECISION)
+        from_state, to_state, passed = rk * 0.0, rk * 0.0, 0.0
 
-    Q = load_tile(q, token, count, q_stride, head, 0, K, BK, C)
-    Key = load_tile(k, token, count, k_stride, head, 0, K, BK, C)
-    W = Key
-    wr = rk  # what W lacks to be the write key
+    # what multiplies w, khat and qhat
+    wr = rk * 0.0 + 1.0
+    if not WRITE:
+        wr = rk
+    one_w, two_w = (one * wr[None, :]).to(q.dtype.element_ty), (two * wr[None, :]).to(q.dtype.element_ty)
+    one_k, two_q = (one * rk[:, None]).to(q.dtype.element_ty), (two * rq[:, None]).to(q.dtype.element_ty)
+    along_q, along_k = rk * 0.0, rk * 0.0
     if WRITE:
-        W = load_tile(w, token, count, H * K, head, 0, K, BK, C)
-        wr = rk * 0.0 + 1.0
-    if DECAY:
-        pairs = one * tl.dot(Key, tl.trans(W), input_precision=PRECISION) * rk[:, None]
-        pairs += two * tl.dot(Q, tl.trans(W), input_precision=PRECISION) * rq[:, None]
-        g = _between(pairs * wr[None, :], C, PRECISION)
-
-    # the query
-    grad = tl.zeros((C, BK), tl.float32)
-    for e in tl.static_range(0, V, BV):
-        dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
-        grad = tl.dot(dO, tl.trans(_load_state(h, at, e, K, V, BK, BV)), grad, input_precision=PRECISION)
-    grad *= (scale * grown)[:, None]
-    qhat = Q.to(tl.float32) * rq[:, None]
-    if DECAY:
-        from_state = tl.sum(grad * qhat, 1)
-    grad = tl.dot((two * wr[None, :]).to(Q.dtype), W, grad, input_precision=PRECISION)
-    store_tile(dq, _through_norm(grad, qhat, rq, NORMALIZE), token, count, H * K, head, 0, K, BK, C)
-
-    # the key that reads
-    grad = tl.zeros((C, BK), tl.float32)
-    for e in tl.static_range(0, V, BV):
-        dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
-        grad = tl.dot(dX, tl.trans(_load_state(h, at, e, K, V, BK, BV)), grad, input_precision=PRECISION)
-    grad *= (-beta * grown)[:, None]
-    khat = Key.to(tl.float32) * rk[:, None]
-    if DECAY:
-        from_state += tl.sum(grad * khat, 1)
-        g += _from_row(from_state, C)
-    grad = tl.dot((one * wr[None, :]).to(Q.dtype), W, grad, input_precision=PRECISION)
-
-    # the key that writes
-    written = tl.zeros((C, BK), tl.float32)
-    passed = 0.0
-    for e in tl.static_range(0, V, BV):
-        U = load_tile(u, token, count, H * V, head, e, V, BV, C)
-        dS = _load_state(dh, at, e, K, V, BK, BV)
+        p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
+        c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
+        sum_p, sum_c, sum_m = rk * 0.0, rk * 0.0, 0.0
+    for d in tl.static_range(0, BK, BLOCK):
+        Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
+        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+        W = Key
+        if WRITE:
+            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
+        grad_q = tl.zeros((C, BLOCK), tl.float32)
+        grad_k = tl.zeros((C, BLOCK), tl.float32)
+        grad_w = tl.zeros((C, BLOCK), tl.float32)
+        for e in tl.static_range(0, V, BV):
+            if V > BV:
+                dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
+                dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+            S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV)
+            grad_q = tl.dot(dO, S, grad_q, input_precision=PRECISION)
+            grad_k = tl.dot(dX, S, grad_k, input_precision=PRECISION)
+        qhat, khat = Q.to(tl.float32) * rq[:, None], Key.to(tl.float32) * rk[:, None]
+        grad_q *= (scale * grown)[:, None]
+        grad_k *= (-beta * grown)[:, None]
         if DECAY:
-            passed += tl.sum(_load_state(h, at, e, K, V, BK, BV).to(tl.float32) * dS.to(tl.float32))
-        written = tl.dot(U, tl.trans(dS), written, input_precision=PRECISION)
-    written *= (beta * left)[:, None]
+            from_state += tl.sum(grad_q * qhat, 1) + tl.sum(grad_k * khat, 1)
+        grad_q = tl.dot(two_w, W, grad_q, input_precision=PRECISION)
+        grad_k = tl.dot(one_w, W, grad_k, input_precision=PRECISION)
+        if NORMALIZE:
+            along = tl.sum(grad_q * qhat, 1)
+            along_q += along
+            if BLOCK >= BK:
+                grad_q = rq[:, None] * (grad_q - qhat * along[:, None])
+        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
+        for e in tl.static_range(0, V, BV):
+            if V > BV:
+                U = load_tile(u, token, count, H * V, head, e, V, BV, C)
+            dS = load_state(dh, chunk, H, head, d, e, K, V, BLOCK, BV)
+            if DECAY:
+                passed += tl.sum(load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32) * dS.to(tl.float32))
+            grad_w = tl.dot(U, dS, grad_w, input_precision=PRECISION)
+        grad_w *= (beta * left)[:, None]
+        if DECAY:
+            to_state += tl.sum(grad_w * W.to(tl.float32), 1) * wr
+        turned = tl.dot(tl.trans(Key), one_k, input_precision=PRECISION)
+        turned = tl.dot(tl.trans(Q), two_q, turned, input_precision=PRECISION)
+        grad_w += tl.trans(turned)
+        if WRITE:
+            grad_k, dp, dc, dm = _statistic(
+                grad_k, grad_w, khat, a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count,
+                K, BLOCK, C, DOT, PRECISION,
+            )  # fmt: skip
+            sum_p += dp
+            sum_c += dc
+            sum_m += dm
+        else:
+            grad_k += grad_w
+            if NORMALIZE:
+                along = tl.sum(grad_k * khat, 1)
+                along_k += along
+                if BLOCK >= BK:
+                    grad_k = rk[:, None] * (grad_k - khat * along[:, None])
+        store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
-        to_state = tl.sum(written * W.to(tl.float32), 1) * wr
-        g += _before_row(to_state, C) + whole * passed
+        g += _around(from_state, to_state, C) + whole * passed
         tl.store(dg + place, g, mask=i < count)
-    turned = tl.dot(tl.trans(Key), (one * rk[:, None]).to(Q.dtype), input_precision=PRECISION)
-    turned = tl.dot(tl.trans(Q), (two * rq[:, None]).to(Q.dtype), turned, input_precision=PRECISION)
-    written += tl.trans(turned)
     if WRITE:
-        grad = _statistic(
-            grad, written, khat, a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,
-            token, count, at, H, head, log_bound, eps, K, BK, C, DOT, PRECISION,
-        )  # fmt: skip
-    else:
-        grad += written
-    store_tile(dk, _through_norm(grad, khat, rk, NORMALIZE), token, count, H * K, head, 0, K, BK, C)
+        tl.store(dforget + place, sum_p, mask=i < count)
+        tl.store(dgain + place, sum_c, mask=i < count)
+        tl.store(dcenter + at, sum_m)
+        tl.store(keep + at, last(tl.exp2(p_high + p_low), count, C))
+    if NORMALIZE and BLOCK < BK:
+        tl.debug_barrier()  # the threads read each other's stores
+        _through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
+        if not WRITE:
+            _through_norm(dk, k, rk, along_k, token, count, k_stride, H, head, K, BK, BLOCK, C)
 
 
 def backward(
     x: Inputs, solved: Solved, layout: Layout, a_start: Tensor | None, h: Tensor, u: Tensor, dh: Tensor, dx: Tensor, do: Tensor
 ) -> Gradients:
-    """a_start [M, H, K] fp32 with a preconditioner, h and dh [M, H, K, V], u, dx and do [N, H, V] contiguous."""
+    """a_start [M, H, K] fp32 with a preconditioner, h and dh [M, H, V, K], u, dx and do [N, H, V] contiguous."""
     (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
     dq, dk = x.k.new_empty(2, N, H, K)
     dv = x.v.new_empty(N, H, V)
@@ -282,8 +300,8 @@ def backward(
     _gradients[(M * H,)](
         x.q, x.k, solved.w, solved.rows, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)), C=layout.chunk, DECAY=x.decay is not None,
-        WRITE=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)),
+        BLOCK=min(64, triton.next_power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None, WRITE=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)

@@ -24,16 +24,24 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, HIGH, KEY_NORM, LOW, QUERY_NORM, dot_precision, last, load_row, load_tile, store_tile
+from kernels.tiles import BETA, HIGH, KEY_NORM, LOW, QUERY_NORM, allow_descriptors, dot_precision, head_tiles, load_row, state_tiles
 from kernels.tuned import setting
 
 
 @triton.jit
-def _load_turned(x, token, count, H, head, C: tl.constexpr):
-    """[C, C]: the transpose of the rows token .. token + count of x [N, H, C] for one head."""
-    i = tl.arange(0, C)
-    at = x + (token + i).to(tl.int64)[None, :] * (H * C) + head * C + i[:, None]
-    return tl.load(at, mask=(i < count)[None, :], other=0.0)
+def load_last(rows, kind, token, count, H, N, head):
+    """The last of a chunk's numbers in `rows`."""
+    return tl.load(rows + (head + kind * H).to(tl.int64) * N + token + count - 1)
+
+
+@triton.jit
+def load_state(h, chunk, H, head, d, e, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """[BV, BK]: key channels d .. d + BK and value channels e .. e + BV of one state of h [M, H, V, K]; zero outside."""
+    e, d = e + tl.arange(0, BV), d + tl.arange(0, BK)
+    at = h + (chunk * H + head).to(tl.int64) * K * V + (e[:, None] * K + d[None, :])
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(at)
+    return tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -44,69 +52,85 @@ def _scan(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, WRITE: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. WRITE: w holds the write keys, else they are rk * k. FINAL: ds is given. STORE: dh and dx are wanted."""
+    """Formulas above, all transposed: dS [BV, BK]. WRITE: w holds the write keys, else they are rk * k. FINAL: ds is given. STORE: dh
+    and dx are wanted."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
     first, chunks = tl.load(table + 4 * n), tl.load(table + 4 * n + 1)
     start, tokens = tl.load(table + 4 * n + 2), tl.load(table + 4 * n + 3)
-    d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    inside = (d < K)[:, None] & (e < V)[None, :]
-    own = (n * H + head).to(tl.int64) * K * V
-    corner = d[:, None] * V + e[None, :]
-    dS = tl.zeros((BK, BV), tl.float32)
+    column = block * BV
+    keys = head_tiles(k, start, tokens, k_stride, head, K, BK, C)
+    queries = head_tiles(q, start, tokens, q_stride, head, K, BK, C)
+    solves = head_tiles(t, start, tokens, H * C, head, C, C, C)
+    reads = head_tiles(qw, start, tokens, H * C, head, C, C, C)
+    outputs = head_tiles(do, start, tokens, H * V, head, V, BV, C)
+    if WRITE:
+        writes = head_tiles(w, start, tokens, H * K, head, K, BK, C)
+    if STORE:
+        states = state_tiles(dh, first, chunks, H, head, V, K, BV, BK)
+        errors = head_tiles(dx, start, tokens, H * V, head, V, BV, C)
+    d, e = tl.arange(0, BK), column + tl.arange(0, BV)
+    inside = (e < V)[:, None] & (d < K)[None, :]
+    own = (n * H + head).to(tl.int64) * K * V + d[None, :] * V + e[:, None]
+    dS = tl.zeros((BV, BK), tl.float32)
     if FINAL:
-        dS = tl.load(ds + own + corner, mask=inside, other=0.0)
+        dS = tl.load(ds + own, mask=inside, other=0.0)
     for step in range(chunks):
         place = chunks - 1 - step
-        token, count = start + place * C, tl.minimum(tokens - place * C, C)
-        key = load_tile(k, token, count, k_stride, head, 0, K, BK, C)
-        beta = load_row(rows, BETA, token, count, H, N, head, C)
-        rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
-        read_key = beta * rk
-        read_query = load_row(rows, QUERY_NORM, token, count, H, N, head, C) * scale
+        row = place * C
+        token, count = start + row, tl.minimum(tokens - row, C)
+        key = keys.load([row, 0])
         state = dS.to(key.dtype)
         if STORE:
-            tl.store(dh + ((first + place).to(tl.int64) * H + head) * K * V + corner, state, mask=inside)
+            states.store([place * H, column, 0], state[None])
         if WRITE:
-            write = load_tile(w, token, count, H * K, head, 0, K, BK, C)
-            dR = tl.dot(write, state, input_precision=PRECISION)
+            dR = tl.dot(state, tl.trans(writes.load([row, 0])), input_precision=PRECISION)
         else:
-            dR = tl.dot(key, state, input_precision=PRECISION) * rk[:, None]
+            dR = tl.dot(state, tl.trans(key), input_precision=PRECISION)
+        rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
+        read_query = load_row(rows, QUERY_NORM, token, count, H, N, head, C) * scale
+        left = rk * 0.0 + 1.0
+        read_key = rk
         if DECAY:
             high = load_row(rows, HIGH, token, count, H, N, head, C)
             low = load_row(rows, LOW, token, count, H, N, head, C)
-            end, end_low = last(high, count, C), last(low, count, C)
+            end = load_last(rows, HIGH, token, count, H, N, head)
+            end_low = load_last(rows, LOW, token, count, H, N, head)
             grown = tl.exp2(high + low)
-            read_key *= grown
+            read_key = rk * grown
             read_query *= grown
-            dR *= tl.exp2((end - high) + (end_low - low))[:, None]
+            left = tl.exp2((end - high) + (end_low - low))
             dS *= tl.exp2(end + end_low)
-        dO = load_tile(do, token, count, H * V, head, block * BV, V, BV, C)
-        QW = _load_turned(qw, token, count, H, head, C)
-        dR += scale * tl.dot(QW, dO, input_precision=PRECISION)
-        T = _load_turned(t, token, count, H, head, C)
-        dX = tl.dot(T, (beta[:, None] * dR).to(key.dtype), dR, input_precision=PRECISION)
+        if not WRITE:
+            left *= rk
+        dR *= left[None, :]
+        dO = outputs.load([row, column])
+        dR += scale * tl.dot(tl.trans(dO), reads.load([row, 0]), input_precision=PRECISION)
+        beta = load_row(rows, BETA, token, count, H, N, head, C)
+        dX = tl.dot((dR * beta[None, :]).to(key.dtype), solves.load([row, 0]), dR, input_precision=PRECISION)
         if STORE:
-            store_tile(dx, dX, token, count, H * V, head, block * BV, V, BV, C)
-        dS = tl.dot(tl.trans(key), (-read_key[:, None] * dX).to(key.dtype), dS, input_precision=PRECISION)
-        query = load_tile(q, token, count, q_stride, head, 0, K, BK, C)
-        dS = tl.dot(tl.trans(query), (read_query[:, None] * dO.to(tl.float32)).to(key.dtype), dS, input_precision=PRECISION)
-    tl.store(ds_0 + own + corner, dS, mask=inside)
+            errors.store([row, column], tl.trans(dX.to(key.dtype)))
+        dX *= (-beta * read_key)[None, :]
+        dS = tl.dot(dX.to(key.dtype), key, dS, input_precision=PRECISION)
+        dO = (dO.to(tl.float32) * read_query[:, None]).to(key.dtype)
+        dS = tl.dot(tl.trans(dO), queries.load([row, 0]), dS, input_precision=PRECISION)
+    tl.store(ds_0 + own, dS, mask=inside)
 
 
 def backward(
     x: Inputs, solved: Solved, layout: Layout, spans: Tensor, do: Tensor, ds: Tensor | None, store: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """dh [M, H, K, V] and dx [N, H, V] in the input dtype (None without store), and ds_0 [S, H, K, V] fp32, a row a span.
+    """dh [M, H, V, K] and dx [N, H, V] in the input dtype (None without store), and ds_0 [S, H, K, V] fp32, a row a span.
 
     do [N, H, V] contiguous; ds [S, H, K, V] fp32, the gradient of the state each span ends with, None for zero.
     """
     (N, H, K), V = x.k.shape, x.v.shape[-1]
-    dh = x.k.new_empty(len(layout.chunks), H, K, V) if store else None
+    dh = x.k.new_empty(len(layout.chunks), H, V, K) if store else None
     dx = x.k.new_empty(N, H, V) if store else None
     ds_0 = torch.empty(len(spans), H, K, V, dtype=torch.float32, device=x.k.device)
     choice = setting("scan_backward", x.k, programs=len(spans) * H)
     block = min(choice.block, triton.next_power_of_2(V))
+    allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
         x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, do, ds, dh, dx, ds_0,
         spans, N, H, x.q.stride(0), x.k.stride(0), x.scale,

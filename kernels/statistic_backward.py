@@ -10,7 +10,7 @@ from the last chunk, where D is the gradient of the final statistic, to the firs
     dkhat_t += 2 c_t exp(P_C - P_t) khat_t D ;  kappa_t = sum khat_t^2 D ;  dc_t += exp(P_C - P_t) kappa_t
     dp_t    += exp(P_C) a_start . D + sum_{j < t} exp(P_C - P_j) c_j kappa_j
 
-dkhat goes through the normalisation, which is linear: dk += rk (dkhat - khat (khat . dkhat)).
+and dkhat, then whole, goes through the normalisation: dk = rk (dkhat - khat (khat . dkhat)).
 
 Cost, D = 128, 16 bit, a token and head: reads k and dk, writes dk, 0.8 KB.
 """
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gradients import Gradients, Statistic, _before_row
+from kernels.gradients import Gradients, Statistic, _around
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import KEY_NORM, cumulate, last, load_gate, load_row, load_tile, store_tile
 from kernels.tuned import setting
@@ -87,16 +87,15 @@ def _finish(
     end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
     left = tl.exp2((end - high) + (end_low - low))
     khat = rk[:, None] * key
-    through = khat * D[None, :]
-    kappa = tl.sum(khat * through, 1)
+    kappa = tl.sum(khat * khat * D[None, :], 1)
+    grad += (2 * c * left)[:, None] * khat * D[None, :]
     if NORMALIZE:
-        through -= khat * kappa[:, None]
-    grad += (2 * c * left * rk)[:, None] * through
+        grad = rk[:, None] * (grad - khat * tl.sum(grad * khat, 1)[:, None])
     store_tile(dk, grad, token, count, H * K, head, 0, K, BK, C)
     place = (token + i).to(tl.int64) * H + head
     kappa = left * kappa
     tl.store(dgain + place, tl.load(gain_part + place, mask=i < count, other=0.0) + kappa, mask=i < count)
-    grad_forget = tl.exp2(end + end_low) * met + _before_row(c * kappa, C)
+    grad_forget = tl.exp2(end + end_low) * met + _around(kappa * 0.0, c * kappa, C)
     tl.store(dforget + place, tl.load(forget_part + place, mask=i < count, other=0.0) + grad_forget, mask=i < count)
 
 

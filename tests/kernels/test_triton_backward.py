@@ -73,10 +73,10 @@ def forward(case, bounds, C):
             xs.append(x)
             loss = loss + (o.transpose(0, 1) * case.weights["o"].flatten(0, 1)[i:j]).sum()
         loss = loss + (s * case.weights["s"][n]).sum() + (0 if "p" not in t else (a * case.weights["a"][n]).sum())
-    got["h"], got["a_start"] = torch.stack(got["h"]).detach(), torch.stack(got["a_start"]).detach()
+    got["h"], got["a_start"] = torch.stack(got["h"]).mT.detach(), torch.stack(got["a_start"]).detach()
     initial = [t["s"]] if "s" in t else []
     grads = torch.autograd.grad(loss, [*states, *xs, *initial])
-    judge = {"dh": torch.stack(grads[: len(states)]), "dx": torch.cat(grads[len(states) : 2 * len(states)], 1).transpose(0, 1)}
+    judge = {"dh": torch.stack(grads[: len(states)]).mT, "dx": torch.cat(grads[len(states) : 2 * len(states)], 1).transpose(0, 1)}
     return got, judge | ({"ds_0": grads[-1]} if initial else {})
 
 
