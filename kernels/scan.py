@@ -22,73 +22,71 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, HIGH, KEY_NORM, LOW, QUERY_NORM, dot_precision, last, load_row, load_tile, store_tile
+from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_row, state_tiles
 from kernels.tuned import setting
 
 
 @triton.jit
 def _scan(
-    q, k, v, t, qw, w, rows, s_0,  # inputs
+    q, k, v, t, qw, w, rows, whole, s_0,  # inputs
     o, s, h, u,  # outputs
     table, N, H, q_stride, k_stride, v_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, WRITE: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. WRITE: w holds the write keys, else they are rk * k. STORE: h and u instead of o and s."""
+    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. STORE: h and u instead of o and s."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
-    chunk, chunks = tl.load(table + 4 * n).to(tl.int64), tl.load(table + 4 * n + 1)
-    token, stop = tl.load(table + 4 * n + 2), tl.load(table + 4 * n + 2) + tl.load(table + 4 * n + 3)
-    d, e = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    inside = (d < K)[:, None] & (e < V)[None, :]
-    own = (n * H + head).to(tl.int64) * K * V
-    corner = d[:, None] * V + e[None, :]
-    S = tl.zeros((BK, BV), tl.float32)
+    first, chunks = tl.load(table + 4 * n), tl.load(table + 4 * n + 1)
+    token, tokens = tl.load(table + 4 * n + 2), tl.load(table + 4 * n + 3)
+    column = block * BV
+    keys = head_tiles(k, token, tokens, k_stride, head, K, BK, C)
+    values = head_tiles(v, token, tokens, v_stride, head, V, BV, C)
+    solves = head_tiles(t, token, tokens, H * C, head, C, C, C)
+    if PRECONDITION:
+        writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
+    if STORE:
+        states = state_tiles(h, first, chunks, H, head, K, V, BK, BV)
+        errors = head_tiles(u, token, tokens, H * V, head, V, BV, C)
+    else:
+        queries = head_tiles(q, token, tokens, q_stride, head, K, BK, C)
+        reads = head_tiles(qw, token, tokens, H * C, head, C, C, C)
+        outputs = head_tiles(o, token, tokens, H * V, head, V, BV, C)
+    S = tl.zeros((BV, BK), tl.float32)
     if INITIAL:
-        S = tl.load(s_0 + own + corner, mask=inside, other=0.0)
-    for _ in range(chunks):
-        count = tl.minimum(stop - token, C)
-        key = load_tile(k, token, count, k_stride, head, 0, K, BK, C)
-        value = load_tile(v, token, count, v_stride, head, block * BV, V, BV, C)
-        N_ = load_tile(t, token, count, H * C, head, 0, C, C, C)
-        beta = load_row(rows, BETA, token, count, H, N, head, C)
-        rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
-        read, keep = rk, beta
+        S = tl.trans(tl.reshape(state_tiles(s_0, n, 1, H, head, K, V, BK, BV).load([0, 0, column]), [BK, BV]))
+    for place in tl.range(chunks, num_stages=STAGES):
+        row = place * C
+        count = tl.minimum(tokens - row, C)
+        beta = load_row(rows, BETA, token + row, count, H, N, head, C)
+        read = load_row(rows, KEY_READ, token + row, count, H, N, head, C)
+        keep = load_row(rows, WRITE, token + row, count, H, N, head, C)
         if DECAY:
-            high = load_row(rows, HIGH, token, count, H, N, head, C)
-            low = load_row(rows, LOW, token, count, H, N, head, C)
-            end, end_low = last(high, count, C), last(low, count, C)
-            grown = tl.exp2(high + low)
-            read = rk * grown
-            keep *= tl.exp2((end - high) + (end_low - low))
+            left = tl.load(whole + (first + place).to(tl.int64) * H + head)
+        key = keys.load([row, 0])
         state = S.to(key.dtype)
         if STORE:
-            tl.store(h + (chunk * H + head) * K * V + corner, state, mask=inside)
-        E = value.to(tl.float32) - read[:, None] * tl.dot(key, state, input_precision=PRECISION)
-        U = tl.dot(N_, (beta[:, None] * E).to(key.dtype), E, input_precision=PRECISION)
+            states.store([place * H, 0, column], tl.trans(state)[None])
+        E = tl.trans(values.load([row, column])).to(tl.float32)
+        E -= read[None, :] * tl.dot(state, tl.trans(key), input_precision=PRECISION)
+        U = tl.dot((beta[None, :] * E).to(key.dtype), tl.trans(solves.load([row, 0])), E, input_precision=PRECISION)
         if STORE:
-            store_tile(u, U, token, count, H * V, head, block * BV, V, BV, C)
+            errors.store([row, column], tl.trans(U.to(key.dtype)))
         else:
-            query = load_tile(q, token, count, q_stride, head, 0, K, BK, C)
-            QW = load_tile(qw, token, count, H * C, head, 0, C, C, C)
-            rq = load_row(rows, QUERY_NORM, token, count, H, N, head, C)
-            if DECAY:
-                rq *= grown
-            O = tl.dot(query, state, input_precision=PRECISION) * rq[:, None]
-            O = tl.dot(QW, (beta[:, None] * U).to(key.dtype), O, input_precision=PRECISION)
-            store_tile(o, O * scale, token, count, H * V, head, block * BV, V, BV, C)
-        if WRITE:
-            write = load_tile(w, token, count, H * K, head, 0, K, BK, C)
+            grown = load_row(rows, QUERY_READ, token + row, count, H, N, head, C) * scale
+            O = tl.dot(state, tl.trans(queries.load([row, 0])), input_precision=PRECISION) * grown[None, :]
+            O = tl.dot((scale * beta[None, :] * U).to(key.dtype), tl.trans(reads.load([row, 0])), O, input_precision=PRECISION)
+            outputs.store([row, column], tl.trans(O.to(key.dtype)))
+        if PRECONDITION:
+            write = writes.load([row, 0])
         else:
             write = key
-            keep *= rk
         if DECAY:
-            S *= tl.exp2(end + end_low)
-        S = tl.dot(tl.trans(write), (keep[:, None] * U).to(key.dtype), S, input_precision=PRECISION)
-        token += C
-        chunk += 1
+            S *= left
+        S = tl.dot(((keep * beta)[None, :] * U).to(key.dtype), write, S, input_precision=PRECISION)
     if not STORE:
-        tl.store(s + own + corner, S, mask=inside)
+        state_tiles(s, n, 1, H, head, K, V, BK, BV).store([0, 0, column], tl.trans(S)[None])
 
 
 def forward(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -112,9 +110,10 @@ def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None
     (N, H, K), V = x.k.shape, x.v.shape[-1]
     choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
     block = min(choice.block, triton.next_power_of_2(V))
+    allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
-        x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, s_0, o, s, h, u,
+        x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
         spans, N, H, x.q.stride(0), x.k.stride(0), x.v.stride(0), x.scale,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1], DECAY=x.decay is not None, WRITE=solved.w is not None,
-        INITIAL=s_0 is not None, STORE=h is not None, PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages,
+        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1], DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
+        INITIAL=s_0 is not None, STORE=h is not None, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip

@@ -13,7 +13,7 @@ which is nilpotent (E^4 = 0 with four blocks),
 all in fp32 (the products in TF32 for 16-bit inputs, 3xTF32 for fp32). Powers of L B itself would lose everything for keys that are alike;
 blocks of 16 do not. Stored in the input dtype, N negated: what reads it adds a product to an accumulator.
 
-Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 20 B and with a preconditioner w 256 B a token and head.
+Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 32 B and with a preconditioner w 256 B a token and head.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from kernels.tiles import (
     BETA,
     HIGH,
     KEY_NORM,
+    KEY_READ,
     KINDS,
     LOG2E,
     LOW,
     QUERY_NORM,
+    QUERY_READ,
+    WRITE,
     cumulate,
     dot_precision,
+    last,
     load_gate,
     load_tile,
     spans,
@@ -92,7 +96,7 @@ def _norms(x, C: tl.constexpr, NORMALIZE: tl.constexpr):
 @triton.jit
 def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
-    t, qw, w, rows,  # outputs
+    t, qw, w, rows, whole,  # outputs
     chunks, N, H, q_stride, k_stride, log_bound, eps,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -111,20 +115,31 @@ def _solve(
         before = tl.load(a_start + (chunk * H + head).to(tl.int64) * K + d, mask=d < K, other=0.0)
         write = write_keys(wide, rk, p, c, before, tl.load(center + head), log_bound, eps, count, C, PRECISION).to(key.dtype)
         store_tile(w, write, token, count, H * K, head, 0, K, BK, C)
-        mask = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+        lacks = tl.full((C,), 1.0, tl.float32)  # of the stored write key
     else:
         write = key
-        mask = tl.where(i[:, None] >= i[None, :], rk[None, :], 0.0)
-    if DECAY:
-        high, low = cumulate(load_gate(decay, token, count, H, head, C))
-        mask *= spans(high, low, count, C)
-        store_row(rows, high, HIGH, token, count, H, N, head, C)
-        store_row(rows, low, LOW, token, count, H, N, head, C)
-    store_row(rows, rk, KEY_NORM, token, count, H, N, head, C)
-    store_row(rows, gate, BETA, token, count, H, N, head, C)
+        lacks = rk
     query = load_tile(q, token, count, q_stride, head, 0, K, BK, C)
     rq = _norms(query.to(tl.float32), C, NORMALIZE)
+    store_row(rows, gate, BETA, token, count, H, N, head, C)
+    store_row(rows, rk, KEY_NORM, token, count, H, N, head, C)
     store_row(rows, rq, QUERY_NORM, token, count, H, N, head, C)
+    if DECAY:
+        high, low = cumulate(load_gate(decay, token, count, H, head, C))
+        end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
+        grown = tl.exp2(high + low)
+        tl.store(whole + chunk.to(tl.int64) * H + head, tl.exp2(end + end_low))
+        store_row(rows, high, HIGH, token, count, H, N, head, C)
+        store_row(rows, low, LOW, token, count, H, N, head, C)
+        store_row(rows, rk * grown, KEY_READ, token, count, H, N, head, C)
+        store_row(rows, rq * grown, QUERY_READ, token, count, H, N, head, C)
+        store_row(rows, lacks * tl.exp2((end - high) + (end_low - low)), WRITE, token, count, H, N, head, C)
+        mask = spans(high, low, count, C) * lacks[None, :]
+    else:
+        store_row(rows, rk, KEY_READ, token, count, H, N, head, C)
+        store_row(rows, rq, QUERY_READ, token, count, H, N, head, C)
+        store_row(rows, lacks, WRITE, token, count, H, N, head, C)
+        mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
     QW = tl.dot(query, tl.trans(write), input_precision=PRECISION) * mask * rq[:, None]
     store_tile(qw, QW, token, count, H * C, head, 0, C, C, C)
     L = tl.dot(key, tl.trans(write), input_precision=PRECISION) * mask * rk[:, None]
@@ -137,12 +152,13 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     (N, H, K), C = x.k.shape, layout.chunk
     t, qw = x.k.new_empty(2, N, H, C)
     w = None if x.forget is None else x.k.new_empty(N, H, K)
-    rows = torch.empty(KINDS, H, N, dtype=torch.float32, device=x.k.device)
+    numbers = torch.empty(KINDS * H * N + len(layout.chunks) * H, dtype=torch.float32, device=x.k.device)
+    rows, whole = numbers[: KINDS * H * N].view(KINDS, H, N), numbers[KINDS * H * N :].view(-1, H)
     choice = setting("solve", x.k)
     _solve[(len(layout.chunks) * H,)](
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.log_bound, x.eps,
         K=K, BK=triton.next_power_of_2(K), C=C, DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
-    return Solved(t, qw, w, rows)
+    return Solved(t, qw, w, rows, whole)

@@ -1,11 +1,13 @@
 """What the Triton kernels share: loading tiles of a chunk, and the decay between its rows.
 
-`rows` [5, H, N] fp32 holds one number a token and head, each kind contiguous over tokens:
+`rows` [8, H, N] fp32 holds one number a token and head, each kind contiguous over tokens, so that a loop over chunks can prefetch it:
 
+    BETA                   beta
     KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + 1e-6), or 1 where q and k are not normalised
+    KEY_READ, QUERY_READ   rk exp(G), rq exp(G): what k and q lack when they read the state that the chunk meets
+    WRITE                  exp(G_C - G), times rk where the write key is k itself: what it lacks when it writes the state handed on
     HIGH, LOW              G / ln 2, the inclusive cumulative log decay of the chunk, as the unevaluated sum of two floats: a difference
                            G_i - G_j keeps the digits of weak gates that follow strong ones. Not written without a decay.
-    BETA                   beta: a load of 4 contiguous bytes a row can be prefetched in a loop over chunks, one of 2 strided bytes cannot
 
 exp(G_i - G_j) is exp2 of the difference; rows past the chunk's end read as zero everywhere.
 """
@@ -22,7 +24,10 @@ QUERY_NORM = tl.constexpr(1)
 HIGH = tl.constexpr(2)
 LOW = tl.constexpr(3)
 BETA = tl.constexpr(4)
-KINDS = 5
+KEY_READ = tl.constexpr(5)
+QUERY_READ = tl.constexpr(6)
+WRITE = tl.constexpr(7)
+KINDS = 8
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -52,24 +57,49 @@ def store_tile(x, tile, token, count, stride, head, first, D: tl.constexpr, BD: 
         tl.store(at, tile.to(x.dtype.element_ty), mask=(i < count)[:, None] & (d < D)[None, :])
 
 
+def allow_descriptors() -> None:
+    """Gives Triton the memory in which a kernel that uses tensor descriptors keeps them. To be called before each such launch: the
+    setting is a context variable, and autograd runs backward passes in threads of its own."""
+    triton.set_allocator(_allocate)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+@triton.jit
+def head_tiles(x, token, tokens, stride, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """A descriptor of [C, BD] tiles of one sequence and head of x [N, H, D]: the copy engine fills with zeros, and leaves unwritten, what
+    lies past the sequence's tokens and past D. It takes no registers for addresses. Rows and D must be multiples of 16 bytes."""
+    base = x + (token.to(tl.int64) * stride + head * D)
+    return tl.make_tensor_descriptor(base, shape=[tokens, D], strides=[stride, 1], block_shape=[C, BD])
+
+
+@triton.jit
+def state_tiles(h, first, chunks, H, head, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """A descriptor of [1, BK, BV] tiles of one sequence and head of h [M, H, K, V]; chunk c of the sequence is at row c * H."""
+    base = h + (first.to(tl.int64) * H + head) * (K * V)
+    return tl.make_tensor_descriptor(base, shape=[(chunks - 1) * H + 1, K, V], strides=[K * V, V, 1], block_shape=[1, BK, BV])
+
+
 @triton.jit
 def load_gate(x, token, count, H, head, C: tl.constexpr):
     """[C] fp32: a gate x [N, H] of one head; zero past the chunk's rows."""
     i = tl.arange(0, C)
-    return tl.load(x + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0).to(tl.float32)
+    return tl.load(x + (token.to(tl.int64) * H + head) + i * H, mask=i < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_row(rows, kind, token, count, H, N, head, C: tl.constexpr):
-    """[C] fp32: one kind of `rows` [5, H, N] for one head; zero past the chunk's rows."""
+    """[C] fp32: one kind of `rows` [8, H, N] for one head; zero past the chunk's rows."""
     i = tl.arange(0, C)
-    return tl.load(rows + (head + kind * H).to(tl.int64) * N + token + i, mask=i < count, other=0.0)
+    return tl.load(rows + ((head + kind * H).to(tl.int64) * N + token) + i, mask=i < count, other=0.0)
 
 
 @triton.jit
 def store_row(rows, values, kind, token, count, H, N, head, C: tl.constexpr):
     i = tl.arange(0, C)
-    tl.store(rows + (head + kind * H).to(tl.int64) * N + token + i, values, mask=i < count)
+    tl.store(rows + ((head + kind * H).to(tl.int64) * N + token) + i, values, mask=i < count)
 
 
 @triton.jit
