@@ -14,10 +14,10 @@ identity then enters exactly, in fp32, and the gradient of beta needs no divisio
 Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequences or spans):
 
     statistic.forward(x, layout, a_0)                         -> a_start [M, H, K] fp32, a [S, H, K] fp32
-    solve.forward(x, layout, a_start | None)                  -> Solved(t, qw, w, rows): -N, (qhat w^T * M), write keys, row scalars
+    solve.forward(x, layout, a_start | None)                  -> Solved(t, qw, w, rows, whole): -N, (qhat w^T * M), write keys, row scalars
     scan.forward(x, solved, layout, spans, s_0 | None)        -> o [N, H, V] x, s [S, H, K, V] fp32
     -- backward --
-    scan.states(x, solved, layout, spans, s_0 | None)         -> h [M, H, K, V] x: the state each chunk meets, u [N, H, V] x: U
+    scan.states(x, solved, layout, spans, s_0 | None)         -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
     scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh, dx, ds_0
     gradients.backward(x, solved, layout, a_start, h, u, dh, dx, do) -> Gradients
     statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0

@@ -7,7 +7,9 @@ rounding to the input dtype in the products:
     O = scale [exp(G) qhat S + QW (B U)]
     S' = exp(G_C) S + w^T (exp(G_C - G) B U)
 
-One program a span, head and block of value channels, which do not interact. `forward` writes o and the final states; `states` writes the
+One program a span, head and block of value channels, which do not interact. Everything is held transposed, value channels as rows (S^T,
+E^T, U^T, O^T): then each warp owns its rows throughout, every left operand is a value as it stands in registers, and every right one a
+tile as it lies in memory. 16 value channels a warp: with fewer, warps would repeat each other's work. `forward` writes o and the final states; `states` writes the
 state that each chunk meets and U, and neither reads q nor writes o.
 
 Cost, D = 128, 16 bit, a token and head: forward reads q, k, v, t, qw (and w) and writes o, 1.3 (1.5) KB; states reads k, v, t (and w) and
@@ -47,7 +49,7 @@ def _scan(
     if PRECONDITION:
         writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
     if STORE:
-        states = state_tiles(h, first, chunks, H, head, K, V, BK, BV)
+        states = state_tiles(h, first, chunks, H, head, V, K, BV, BK)
         errors = head_tiles(u, token, tokens, H * V, head, V, BV, C)
     else:
         queries = head_tiles(q, token, tokens, q_stride, head, K, BK, C)
@@ -67,7 +69,7 @@ def _scan(
         key = keys.load([row, 0])
         state = S.to(key.dtype)
         if STORE:
-            states.store([place * H, 0, column], tl.trans(state)[None])
+            states.store([place * H, column, 0], state[None])
         E = tl.trans(values.load([row, column])).to(tl.float32)
         E -= read[None, :] * tl.dot(state, tl.trans(key), input_precision=PRECISION)
         U = tl.dot((beta[None, :] * E).to(key.dtype), tl.trans(solves.load([row, 0])), E, input_precision=PRECISION)
@@ -99,8 +101,8 @@ def forward(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tenso
 
 
 def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:
-    """h [M, H, K, V], the state that each chunk meets, and u [N, H, V], the corrected errors U; in the input dtype."""
-    h = x.k.new_empty(len(layout.chunks), *x.k.shape[1:], x.v.shape[-1])
+    """h [M, H, V, K], the transposed state that each chunk meets, and u [N, H, V], the corrected errors U; in the input dtype."""
+    h = x.k.new_empty(len(layout.chunks), *x.v.shape[1:], x.k.shape[-1])
     u = x.v.new_empty(x.v.shape)
     _launch(x, solved, spans, s_0, h=h, u=u)
     return h, u

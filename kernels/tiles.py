@@ -76,10 +76,10 @@ def head_tiles(x, token, tokens, stride, head, D: tl.constexpr, BD: tl.constexpr
 
 
 @triton.jit
-def state_tiles(h, first, chunks, H, head, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """A descriptor of [1, BK, BV] tiles of one sequence and head of h [M, H, K, V]; chunk c of the sequence is at row c * H."""
-    base = h + (first.to(tl.int64) * H + head) * (K * V)
-    return tl.make_tensor_descriptor(base, shape=[(chunks - 1) * H + 1, K, V], strides=[K * V, V, 1], block_shape=[1, BK, BV])
+def state_tiles(h, first, chunks, H, head, R: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """A descriptor of [1, BR, BD] tiles of one sequence and head of states h [M, H, R, D]; chunk c of the sequence is at row c * H."""
+    base = h + (first.to(tl.int64) * H + head) * (R * D)
+    return tl.make_tensor_descriptor(base, shape=[(chunks - 1) * H + 1, R, D], strides=[R * D, D, 1], block_shape=[1, BR, BD])
 
 
 @triton.jit
