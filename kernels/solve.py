@@ -4,7 +4,8 @@
     A = exp(P) a_start + M_p (c khat^2) ;  r = log(A + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s) ;  w = b khat
     L_ij = (khat_i . w_j) exp(G_i - G_j), i > j ;  N = (I + L B)^-1 L, B = diag(beta) ;  QW_ij = (qhat_i . w_j) exp(G_i - G_j), i >= j
 
-with M_p the decayed mask of the statistic, P its cumulative log decay; the token's own term enters in fp32. First the inverse D of the
+with M_p the decayed mask of the statistic, P its cumulative log decay; of A's terms only the product with the strict mask is rounded, to
+bf16 where the inputs have 16 bits. First the inverse D of the
 four 16 x 16 diagonal blocks of I + L B, by forward substitution. Then Y = D L, and with E the part of Y B outside the diagonal blocks,
 which is nilpotent (E^4 = 0 with four blocks),
 
@@ -73,24 +74,25 @@ def _solve_chunk(L, beta, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def write_keys(k, rk, p, c, a_start, center, log_bound, eps, count, C: tl.constexpr, PRECISION: tl.constexpr):
-    """w [C, K] fp32 = b * khat from k [C, K] fp32, its norms rk [C], the statistic's gates p, c [C] and its value before the chunk [K]."""
-    i = tl.arange(0, C)
-    high, low = cumulate(p)
-    mask = spans(high, low, count, C)
-    gained = (c * rk * rk)[:, None] * k * k
-    earlier = tl.dot(tl.where(i[:, None] > i[None, :], mask, 0.0), gained, input_precision=PRECISION)
-    a = earlier + gained + tl.exp2(high + low)[:, None] * a_start[None, :]
-    r = tl.log(a + eps) - center
-    return tl.exp2(-LOG2E * log_bound * (r / (1.0 + tl.abs(r)))) * rk[:, None] * k
+def _norms(x, token, count, stride, head, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr):
+    """1 / sqrt(sum x^2 + 1e-6) of the chunk's rows of x [N, H, K], or 1."""
+    norms = tl.full((C,), 1.0, tl.float32)
+    if NORMALIZE:
+        squares = tl.zeros((C,), tl.float32)
+        for d in range(0, BK, BD):
+            part = load_tile(x, token, count, stride, head, d, K, BD, C).to(tl.float32)
+            squares += tl.sum(part * part, 1)
+        norms = tl.rsqrt(squares + 1e-6)
+    return norms
 
 
 @triton.jit
-def _norms(x, C: tl.constexpr, NORMALIZE: tl.constexpr):
-    """1 / sqrt(sum x^2 + 1e-6) of the rows of x [C, K] fp32, or 1."""
-    if NORMALIZE:
-        return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
-    return tl.full((C,), 1.0, tl.float32)
+def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """w [C, BD] fp32 = b * khat for some channels, from k [C, BD], decayed [C, C] = M_p below the diagonal and a [C, BD] = exp(P) a_start."""
+    gained = (c * rk * rk)[:, None] * k * k
+    a = tl.dot(decayed.to(DOT), gained.to(DOT), a + gained, input_precision=PRECISION)
+    r = tl.log(a + eps) - center
+    return tl.exp2(-LOG2E * log_bound * (r / (1.0 + tl.abs(r)))) * rk[:, None] * k
 
 
 @triton.jit
@@ -98,29 +100,37 @@ def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
     t, qw, w, rows, whole,  # outputs
     chunks, N, H, q_stride, k_stride, log_bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above."""
+    """Formulas above, the channels in blocks of BD."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = tl.arange(0, C)
-    key = load_tile(k, token, count, k_stride, head, 0, K, BK, C)
-    gate = load_gate(beta, token, count, H, head, C)
-    wide = key.to(tl.float32)
-    rk = _norms(wide, C, NORMALIZE)
+    at = chunk.to(tl.int64) * H + head
+    rk = _norms(k, token, count, k_stride, head, K, BK, BD, C, NORMALIZE)
+    rq = _norms(q, token, count, q_stride, head, K, BK, BD, C, NORMALIZE)
+    kw, qw_ = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    lacks = rk  # what the stored write key lacks
     if PRECONDITION:
-        p, c = load_gate(forget, token, count, H, head, C), load_gate(gain, token, count, H, head, C)
-        d = tl.arange(0, BK)
-        before = tl.load(a_start + (chunk * H + head).to(tl.int64) * K + d, mask=d < K, other=0.0)
-        write = write_keys(wide, rk, p, c, before, tl.load(center + head), log_bound, eps, count, C, PRECISION).to(key.dtype)
-        store_tile(w, write, token, count, H * K, head, 0, K, BK, C)
-        lacks = tl.full((C,), 1.0, tl.float32)  # of the stored write key
-    else:
+        lacks = tl.full((C,), 1.0, tl.float32)
+        high, low = cumulate(load_gate(forget, token, count, H, head, C))
+        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0)
+        grown = tl.exp2(high + low)
+        c = load_gate(gain, token, count, H, head, C)
+        m = tl.load(center + head)
+    for first in range(0, BK, BD):
+        key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
         write = key
-        lacks = rk
-    query = load_tile(q, token, count, q_stride, head, 0, K, BK, C)
-    rq = _norms(query.to(tl.float32), C, NORMALIZE)
+        if PRECONDITION:
+            d = first + tl.arange(0, BD)
+            a = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
+            write = _write_keys(key.to(tl.float32), rk, decayed, c, a, m, log_bound, eps, DOT, PRECISION).to(key.dtype)
+            store_tile(w, write, token, count, H * K, head, first, K, BD, C)
+        kw = tl.dot(key, tl.trans(write), kw, input_precision=PRECISION)
+        query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
+        qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
+    gate = load_gate(beta, token, count, H, head, C)
     store_row(rows, gate, BETA, token, count, H, N, head, C)
     store_row(rows, rk, KEY_NORM, token, count, H, N, head, C)
     store_row(rows, rq, QUERY_NORM, token, count, H, N, head, C)
@@ -128,7 +138,7 @@ def _solve(
         high, low = cumulate(load_gate(decay, token, count, H, head, C))
         end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
         grown = tl.exp2(high + low)
-        tl.store(whole + chunk.to(tl.int64) * H + head, tl.exp2(end + end_low))
+        tl.store(whole + at, tl.exp2(end + end_low))
         store_row(rows, high, HIGH, token, count, H, N, head, C)
         store_row(rows, low, LOW, token, count, H, N, head, C)
         store_row(rows, rk * grown, KEY_READ, token, count, H, N, head, C)
@@ -140,11 +150,9 @@ def _solve(
         store_row(rows, rq, QUERY_READ, token, count, H, N, head, C)
         store_row(rows, lacks, WRITE, token, count, H, N, head, C)
         mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
-    QW = tl.dot(query, tl.trans(write), input_precision=PRECISION) * mask * rq[:, None]
-    store_tile(qw, QW, token, count, H * C, head, 0, C, C, C)
-    L = tl.dot(key, tl.trans(write), input_precision=PRECISION) * mask * rk[:, None]
-    N_ = _solve_chunk(tl.where(i[:, None] > i[None, :], L, 0.0), gate, C, PRECISION)
-    store_tile(t, -N_, token, count, H * C, head, 0, C, C, C)
+    store_tile(qw, qw_ * mask * rq[:, None], token, count, H * C, head, 0, C, C, C)
+    L = tl.where(i[:, None] > i[None, :], kw * mask * rk[:, None], 0.0)
+    store_tile(t, -_solve_chunk(L, gate, C, PRECISION), token, count, H * C, head, 0, C, C, C)
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
@@ -158,7 +166,9 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     _solve[(len(layout.chunks) * H,)](
         x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.log_bound, x.eps,
-        K=K, BK=triton.next_power_of_2(K), C=C, DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
-        NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages,
+        K=K, BK=triton.next_power_of_2(K), BD=min(choice.block, triton.next_power_of_2(K)), C=C,
+        DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
+        NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16,
+        num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return Solved(t, qw, w, rows, whole)

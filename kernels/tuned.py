@@ -27,13 +27,13 @@ ANY = 1 << 40
 
 # Guesses, not yet measured
 TABLE: dict[str, tuple[Row, ...]] = {
-    "statistic": (Row(256, ANY, Setting(0, 4, 1)), Row(ANY, ANY, Setting(0, 8, 1))),
-    "solve": (Row(256, ANY, Setting(0, 4, 1)), Row(ANY, ANY, Setting(0, 8, 1))),
+    "statistic": (Row(256, ANY, Setting(64, 4, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
+    "solve": (Row(256, ANY, Setting(64, 4, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
     "scan": (Row(256, ANY, Setting(64, 4, 1)), Row(512, ANY, Setting(32, 4, 1)), Row(ANY, ANY, Setting(16, 4, 1))),
     "states": (Row(256, ANY, Setting(64, 4, 1)), Row(512, ANY, Setting(32, 4, 1)), Row(ANY, ANY, Setting(16, 4, 1))),
     "scan_backward": (Row(256, ANY, Setting(64, 4, 1)), Row(512, ANY, Setting(32, 4, 1)), Row(ANY, ANY, Setting(16, 4, 1))),
     "gradients": (Row(256, ANY, Setting(128, 8, 1)), Row(512, ANY, Setting(64, 8, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
-    "statistic_backward": (Row(256, ANY, Setting(0, 4, 1)), Row(ANY, ANY, Setting(0, 8, 1))),
+    "statistic_backward": (Row(256, ANY, Setting(64, 4, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
 }
 
 
