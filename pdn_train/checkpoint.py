@@ -72,6 +72,7 @@ class Checkpoints:
         torch.save(_rng_state(), temporary / f"rng_{self._world.rank:05d}.pt")
         self._world.barrier()
         files = self._checksums(temporary)
+        self._require_all(files, config.parallel.zero)
         state = {
             "version": VERSION,
             "progress": asdict(progress),
@@ -120,7 +121,8 @@ class Checkpoints:
         universal = saved.folder.with_name(saved.folder.name + ".universal")
         self._world.from_leader(lambda: to_universal(saved.folder, universal))
         progress = saved.progress
-        self._world.together(lambda: engine.load_universal(universal, progress.step - progress.skipped_steps))
+        self._world.together(lambda: engine.put_universal(universal, progress.step - progress.skipped_steps))
+        engine.refresh_weights()
         self._world.from_leader(lambda: shutil.rmtree(universal))
 
     def require_space(self, parameters: int) -> None:
@@ -139,6 +141,16 @@ class Checkpoints:
             lambda: {name: _checksum(folder / name, flush=True) for name in files[self._world.rank :: self._world.size]}
         )
         return {name: entry for share in mine for name, entry in sorted(share.items())}
+
+    def _require_all(self, files: dict, stage: int) -> None:
+        """A file system shared by nodes may show rank 0 an old listing; what it does not list would go unchecked for ever."""
+        states = sum(name.endswith("_optim_states.pt") for name in files)
+        missing = [name for r in range(self._world.size) if (name := f"rng_{r:05d}.pt") not in files]
+        if missing or (stage and states != self._world.size):
+            raise CheckpointError(
+                f"{self.root} shows rank 0 {states} ZeRO files of {self._world.size} ranks, and these are missing: {missing}; "
+                "checkpoints need a file system that shows every rank's files to all"
+            )
 
     def _publish(self, temporary: Path, final: Path, state: dict) -> None:
         text = json.dumps(state, indent=1).encode()
@@ -169,6 +181,9 @@ class Checkpoints:
     def _prune(self) -> None:
         kept = 0
         for folder in _folders(self.root):
+            if kept and not (folder / "COMPLETE").exists():  # a removal that was cut short
+                shutil.rmtree(folder)
+                continue
             milestone = self._config.keep_every and _step(folder) % self._config.keep_every == 0
             if (folder / "COMPLETE").exists():
                 kept += not milestone
@@ -188,22 +203,35 @@ def newest(root: Path) -> Path:
     Raises CheckpointError where there is none.
     """
     for folder in _folders(root):
-        state, fault = _read_state(folder)
-        fault = fault or next((f for name, entry in state["files"].items() if (f := _fault(folder, name, entry))), None)
-        if fault is None:
+        try:
+            read_whole(folder)
+        except CheckpointError as error:
+            log.warning("passed over the checkpoint %s", error)
+        else:
             return folder
-        log.warning("passed over the checkpoint %s: %s", folder.name, fault)
     raise CheckpointError(f"{root} holds no whole checkpoint")
+
+
+def read_whole(folder: Path) -> dict:
+    """One process: the state.json of a checkpoint folder, after checking every file.
+
+    Raises CheckpointError naming the folder and the fault where it is not whole.
+    """
+    state, fault = _read_state(folder)
+    fault = fault or next((f for name, entry in state["files"].items() if (f := _fault(folder, name, entry))), None)
+    if fault is not None:
+        raise CheckpointError(f"{folder}: {fault}")
+    return state
 
 
 def require_same_run(saved: Saved, config: Config, data: dict) -> None:
     """Raise CheckpointError naming every key in which a checkpoint and the run that would resume from it disagree.
 
-    Compared are the model, the data and their order, the optimizer and its schedule, batch, seed and precision, less `resume.allow`;
-    train.steps may always grow or shrink, with the schedule following the new number.
+    Compared are the model (whatever computes it), the data and their order, the optimizer and its schedule, batch, seed and precision, less
+    `resume.allow`; train.steps may always grow or shrink, with the schedule following the new number.
     """
     then, now = saved.state["config"], config.model_dump(mode="json")
-    keys = [f"{section}.{key}" for section in ("model", "optim") for key in now[section]]
+    keys = [f"{section}.{key}" for section in ("model", "optim") for key in now[section] if f"{section}.{key}" != "model.kernel"]
     keys += ["data.seq_len", "data.seed", "data.reset_at_documents", "train.global_batch", "train.seed", "train.precision"]
     differing = [f"{key}: {_get(then, key)!r} then, {_get(now, key)!r} now" for key in keys if _get(then, key) != _get(now, key)]
     if saved.state["data"] != data:

@@ -2,7 +2,7 @@
 
 Every section is a frozen model whose fields are the keys. An unknown key, a wrong type, a duplicate YAML key or an impossible combination
 is a `ConfigError` that names the key, the value and the nearest valid name. This module imports neither torch nor DeepSpeed: a login node
-submits a job reads configurations without waiting for them.
+that submits a job reads configurations without waiting for them.
 
 YAML is read as version 1.2 reads numbers and booleans: `3e-4` is a float, `012` and `off` are text (and so are refused where a number or a
 choice is wanted) instead of 10 and false.
@@ -216,6 +216,14 @@ class Config(Section):
             raise ValueError(
                 "train.compile=true with train.activation_checkpoint=selective: compiled blocks would run eagerly; use none or block"
             )
+        if self.train.compile and self.data.reset_at_documents:
+            raise ValueError(
+                "train.compile=true with data.reset_at_documents=true: every batch's new boundaries would compile again; use one of them"
+            )
+        unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], keys(), n=1)
+            raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + (f"; did you mean '{near[0]}'?" if near else ""))
         self._check_schedule()
         self._check_sequence()
         return self

@@ -21,6 +21,8 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
@@ -49,7 +51,7 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": config.accumulation(world_size),
         "zero_optimization": stage,
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": bf16, "check_grad_overflow": False},  # `Engine.step` has looked already
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "gradient_clipping": 0.0,
@@ -69,10 +71,12 @@ class Engine:
         names = {id(p): name for name, p in named}
         self._order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._optimizer = optimizer
+        _compute_on(world.device)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory reports whatever its log level
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
         self.model: nn.Module = self._engine.module
         _name_the_stage(self._engine.optimizer, self.stage)
+        zero.start_moments(self._engine.optimizer, optimizer, self.model, applied_steps=0)
 
     def step(self, batches: list[Batch], rate: float, targets: int) -> Outcome:
         """Forward and backward over this rank's micro-batches, then one AdamW step at `rate` unless a gradient is not finite.
@@ -116,19 +120,51 @@ class Engine:
         """Write this rank's ZeRO files into an existing folder."""
         client = {"parameter_order": self._order}
         self._engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=client, save_latest=False)
+        if self.world.leads:  # scripts that DeepSpeed copies beside every checkpoint; `pdn_train.export` does their work
+            for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+                (folder.parent / script).unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
         """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, bit for bit."""
         found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
         if found is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {folder}")
+        zero.link_moments(self._engine.optimizer)
 
-    def load_universal(self, folder: Path, applied_steps: int) -> None:
-        """Restore from a universal folder (see `to_universal`) whatever wrote it; `applied_steps` becomes AdamW's count."""
-        zero.load_full_state(self._engine.optimizer, self._optimizer, self.model, folder, applied_steps)
+    def put_universal(self, folder: Path, applied_steps: int) -> None:
+        """This rank's share of a universal folder (see `to_universal`), whatever wrote it; `applied_steps` becomes AdamW's count.
+
+        Not collective; `refresh_weights` must follow on all ranks. Raises FileNotFoundError or ValueError naming the parameter.
+        """
+        zero.put_full_state(self._engine.optimizer, self._optimizer, self.model, folder, applied_steps)
+
+    def refresh_weights(self) -> None:
+        """The weights that forward uses, from the masters."""
+        zero.refresh_weights(self._engine.optimizer)
+
+    def set_masters(self, weights: dict[str, Tensor] | None) -> None:
+        """Take weights as fp32 masters: rank 0 gives them by name, fp32 on the CPU; the others None. Moments stay as they are."""
+        for name, parameter in self.model.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            whole = torch.empty(shape, dtype=torch.float32, device=self.world.device)
+            if weights is not None:
+                whole.copy_(weights[name])
+            dist.broadcast(whole, src=0)
+            zero.put(self._engine.optimizer, self._optimizer, parameter, "fp32", whole.flatten())
+        self.refresh_weights()
 
     def close(self) -> None:
         self._engine.destroy()
+
+
+def _compute_on(device: torch.device) -> None:
+    """DeepSpeed takes the first accelerator it sees; train.device=cpu on a machine with GPUs must reach it too."""
+    if get_accelerator().device_name() != device.type:
+        if device.type != "cpu":
+            raise RuntimeError(
+                f"the model is to be on {device}, but DeepSpeed was told to use {get_accelerator().device_name()} (DS_ACCELERATOR)"
+            )
+        set_accelerator(CPU_Accelerator())
 
 
 def _name_the_stage(wrapped: object, stage: int) -> None:
@@ -162,8 +198,8 @@ def _lay_out_stage_0(checkpoint: Path, output: Path) -> None:
         folder = output / "zero" / name
         folder.mkdir(parents=True)
         torch.save(saved["module"][name], folder / "fp32.pt")
-        for key in ("exp_avg", "exp_avg_sq"):  # a run that has skipped every step so far has no moments yet
-            torch.save(states[i][key] if i in states else torch.zeros_like(saved["module"][name]), folder / f"{key}.pt")
+        for key in zero.MOMENTS:
+            torch.save(states[i][key], folder / f"{key}.pt")
 
 
 def gather_fp32_weights(checkpoint: Path) -> dict[str, Tensor]:

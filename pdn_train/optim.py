@@ -1,8 +1,9 @@
 """AdamW with parameter groups, the learning-rate schedules, and the guard that skips a step.
 
 The optimizer is torch's fused AdamW. Two tensors steer it from outside, both read on the device: `grad_scale` divides every gradient (the
-clip factor) and `found_inf`, when 1, leaves weights, moments and step counts as they were. So clipping and skipping cost no pass over the
-gradients and no synchronisation with the host, at every ZeRO stage alike.
+clip factor) and `found_inf`, when 1, leaves weights, moments and step counts as they were. So both are the same at every ZeRO stage, and
+cost one pass over the gradients, for their norm, and no wait of the host. (DeepSpeed itself waits at stages 1 in bf16 and 3, where it
+insists on a norm of its own.)
 """
 
 from __future__ import annotations

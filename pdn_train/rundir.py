@@ -5,12 +5,14 @@
     metrics.jsonl, validation.jsonl                   logs/             one text file a rank
     checkpoints/  see pdn_train.checkpoint            lease.json        the job that owns the folder now
 
-The lease is a file with job, host, process and a heartbeat, renewed every HEARTBEAT_SECONDS. Another job takes it over at once when it has
-the same SLURM job id (a requeue) or when the owner's process on this very host is gone, else once the heartbeat is STALE_SECONDS old.
+The lease is a file with job, host, process and a heartbeat, renewed every HEARTBEAT_SECONDS. Where the owner's process can be looked up
+(same boot, same process namespace) that decides: alive, it keeps the folder; gone, the folder is free. Elsewhere a requeue of the same
+SLURM job takes over at once, any other job once the heartbeat is STALE_SECONDS old.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -124,6 +126,7 @@ class Lease:
         self._me = {
             "job": job,
             "host": socket.gethostname(),
+            "machine": _machine(),
             "pid": os.getpid(),
             "started": _process_start(os.getpid()),
             "token": uuid.uuid4().hex,
@@ -156,19 +159,25 @@ class Lease:
             self._file.unlink(missing_ok=True)
 
     def _may_replace(self, owner: dict) -> bool:
+        if owner.get("machine") == self._me["machine"]:
+            return _process_start(owner["pid"]) != owner["started"]
         if owner.get("job") is not None and owner["job"] == self._me["job"]:
-            return True
-        if owner.get("host") == self._me["host"] and _process_start(owner.get("pid", -1)) != owner.get("started"):
             return True
         return time.time() - owner.get("time", 0) > STALE_SECONDS
 
     def _remove(self, owner: dict) -> None:
-        """Only one of several that found the same dead lease wins the rename."""
+        """Take a dead lease away; one that another job has put in its place meanwhile is put back, and that job keeps the folder."""
         aside = self._file.with_name(f".lease-{uuid.uuid4().hex}")
         try:
             self._file.rename(aside)
         except FileNotFoundError:
             return
+        now = _read_lease(aside) or {}
+        if now.get("token") != owner.get("token"):
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self._file)
+            aside.unlink()
+            raise RunDirError(f"{self._file.parent} was taken by another job just now: {now}")
         aside.unlink()
         log.warning("took over the lease of job %s (process %s on %s)", owner.get("job") or "-", owner.get("pid"), owner.get("host"))
 
@@ -204,6 +213,14 @@ def _read_lease(file: Path) -> dict | None:
         return None
     except ValueError:
         return {}  # unreadable: no heartbeat, so stale
+
+
+def _machine() -> str:
+    """Names what a process number is valid in: this boot of this kernel, this namespace of processes."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + ":" + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return uuid.uuid4().hex  # no /proc: no process can be looked up, so no two are on one machine
 
 
 def _process_start(pid: int) -> str | None:

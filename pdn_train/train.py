@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pdn_train import estimate
-from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, require_same_run
+from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, require_same_run
 from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples
 from pdn_train.engine import Engine, deepspeed_config
@@ -46,16 +47,19 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         saved = checkpoints.newest()
         if saved is not None:
             world.together(lambda: require_same_run(saved, config, samples.fingerprint))
-        model = build_model(config, world, fresh=saved is None)
+        model = build_model(config)
+        warm = warm_start(config, world, model) if saved is None and config.init_from is not None else None
         parameters = sum(p.numel() for p in model.parameters())
         checkpoints.require_space(parameters)
         engine = Engine(model, config, world)
         if saved is not None:
             checkpoints.restore(saved, engine, config)
+        elif config.init_from is not None:
+            engine.set_masters(warm)
         progress = saved.progress if saved is not None else Progress()
         world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer))
         world.from_leader(lambda: cut_back(run_dir, progress.step))
-        announce(config, world, parameters, progress)
+        announce(config, world, parameters, saved)
 
         loader = Loader(samples, config.train.micro_batch, accumulation, world.data_rank, world.data_ranks, config.data.reset_at_documents)
         journal = Journal(run_dir, world, progress, pace(config, world), config.train.steps, config.log.every, config.train.max_nonfinite)
@@ -90,7 +94,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         if checkpoints.last_step != progress.step:
             save()
         journal.close()
-        done = progress.step == config.train.steps
+        done = progress.step >= config.train.steps
         if world.leads:
             stopped = f"stopped at step {progress.step} by {stop.name or 'another rank'}; the same command goes on from there"
             log.info("%s: %s", "done" if done else stopped, checkpoints.root)
@@ -125,17 +129,27 @@ def take(run_dir: RunDir, world: World) -> Lease:
     return lease
 
 
-def build_model(config: Config, world: World, fresh: bool) -> LanguageModel:
-    """The model with its initial weights: those of train.seed, or of `init_from` when the run starts fresh."""
+def build_model(config: Config) -> LanguageModel:
+    """The model with the initial weights of train.seed."""
     torch.manual_seed(config.train.seed)
     model = LanguageModel(config.model, activation_checkpoint=config.train.activation_checkpoint)
     model.init_weights(config.train.seed)
-    if fresh and config.init_from is not None:
-        world.each(lambda: load_into(model, load_weights(config.init_from), config.init_from))
     if config.train.compile:
         for block in model.blocks:
             block.compile()
     return model
+
+
+def warm_start(config: Config, world: World, model: LanguageModel) -> dict[str, Tensor] | None:
+    """The weights of `init_from`, read once, by rank 0 (None elsewhere), after checking that they fit the model."""
+    found: list[dict[str, Tensor]] = []
+
+    def act() -> None:
+        found.append(load_weights(config.init_from))
+        load_into(model, found[0], config.init_from)
+
+    world.from_leader(act)
+    return found[0] if found else None
 
 
 def pace(config: Config, world: World) -> Pace:
@@ -151,12 +165,13 @@ def validate(engine: Engine, samples: Samples, config: Config, world: World) -> 
     return total[0] / max(1.0, total[1]), int(total[1])
 
 
-def announce(config: Config, world: World, parameters: int, progress: Progress) -> None:
+def announce(config: Config, world: World, parameters: int, saved: Saved | None) -> None:
     if world.leads:
         where = f"{world.size} x {world.device.type}, ZeRO-{config.parallel.zero}, {config.train.precision}"
         log.info("%s, %.1fM parameters, %s, %s", config.model.recurrence, parameters / 1e6, where, config.run_dir)
-        if progress.step:
-            log.info("resumed at step %d, sample %d, %d tokens", progress.step, progress.position, progress.tokens)
+        if saved is not None:
+            at = saved.progress
+            log.info("resumed at step %d, sample %d, %d tokens", at.step, at.position, at.tokens)
         else:
             log.info("no checkpoint was published in %s: starting at step 0", RunDir(Path(config.run_dir)).checkpoints)
 

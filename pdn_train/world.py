@@ -44,8 +44,15 @@ class World:
         """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+        if tasks > 1 and "RANK" not in os.environ:
+            raise ValueError(
+                f"srun started {tasks} tasks here, but RANK is not set: each would be a run of its own; set RANK and WORLD_SIZE"
+            )
+        if size > 1 and "MASTER_ADDR" not in os.environ:
+            raise ValueError(f"WORLD_SIZE={size} but MASTER_ADDR is not set: the ranks cannot find each other; start the run with torchrun")
         if not 0 <= rank < size:
-            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun or with `python -m launch.submit`")
+            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun")
         if size % sequence:
             raise ValueError(f"parallel.sequence={sequence} does not divide WORLD_SIZE={size}")
         return cls(rank, local_rank, size, sequence, _device(device, local_rank), os.environ.get("SLURM_JOB_ID"))
@@ -85,15 +92,15 @@ class World:
 
     def sum(self, values: list[int]) -> list[int]:
         """The element-wise sum over all ranks of a few host integers (64-bit)."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        if self._control is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, group=self._control)
+        return tensor.tolist()
 
     def sum_floats(self, values: list[float]) -> list[float]:
         """The element-wise sum over all ranks of a few host numbers (fp64), the same bits on every rank."""
         return [sum(column) for column in zip(*self.gather(values), strict=True)]
-
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
-        return self._reduce([int(flag)], dist.ReduceOp.MAX)[0] > 0
 
     def barrier(self) -> None:
         self.sum([0])
@@ -117,7 +124,7 @@ class World:
         return kept[0]
 
     def together(self, act: Callable[[], T]) -> list[T]:
-        """Every rank acts; where any failed, all of them raise, so that none waits in a later collective.
+        """Every rank acts; where any failed, all of them raise, so that none waits in a later collective. `act` itself holds no collective.
 
         Returns each rank's result, in rank order. The rank that failed raises its own error, the others a Disagreement that quotes it.
         """
@@ -133,13 +140,6 @@ class World:
             if fault is not None:
                 raise Disagreement(f"rank {rank} stopped with {fault}")
         return [value for value, _ in said]
-
-    def _reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
-        if self._control is None:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=op, group=self._control)
-        return tensor.tolist()
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

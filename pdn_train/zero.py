@@ -29,24 +29,33 @@ def gradients(wrapped: object, model: nn.Module) -> tuple[list[Tensor], bool]:
     return [g for group in held for g in group if g is not None], True
 
 
-def load_full_state(wrapped: object, optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, applied_steps: int) -> None:
-    """Set masters, moments and weights from `folder`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt, and AdamW's count.
-
-    Collective. Raises FileNotFoundError or ValueError naming the parameter that is missing or has another size.
-    """
+def start_moments(wrapped: object, optimizer: torch.optim.Optimizer, model: nn.Module, applied_steps: int) -> None:
+    """AdamW's state with zero moments, now rather than in the first step, so that every checkpoint holds them."""
     for parameter in _masters(wrapped, model):
         optimizer.state[parameter] = {
             "step": torch.tensor(float(applied_steps), device=parameter.device),
             **{key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in MOMENTS},
         }
+    link_moments(wrapped)
+
+
+def link_moments(wrapped: object) -> None:
+    """Tell stages 1 and 2 where each parameter's moments lie, after AdamW's state has been made or replaced."""
     if hasattr(wrapped, "_lazy_init_hp_params_optimizer_state"):
         wrapped._hp_optimizer_states_linked = False
         wrapped._lazy_init_hp_params_optimizer_state()
+
+
+def put_full_state(wrapped: object, optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, applied_steps: int) -> None:
+    """Set masters, moments and AdamW's count from `folder`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt; `refresh_weights` must follow.
+
+    Not collective. Raises FileNotFoundError or ValueError naming the parameter that is missing or has another size.
+    """
+    start_moments(wrapped, optimizer, model, applied_steps)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             for key in ("fp32", *MOMENTS):
-                _put(wrapped, optimizer, parameter, key, _read(folder / "zero" / name / f"{key}.pt", parameter))
-    _refresh_weights(wrapped)
+                put(wrapped, optimizer, parameter, key, _read(folder / "zero" / name / f"{key}.pt", parameter))
 
 
 def _masters(wrapped: object, model: nn.Module) -> list[Tensor]:
@@ -69,7 +78,8 @@ def _read(file: Path, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _put(wrapped: object, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, flat: Tensor) -> None:
+def put(wrapped: object, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, flat: Tensor) -> None:
+    """Set one whole tensor, flat, where this rank keeps its piece of it: key fp32 (the master), exp_avg or exp_avg_sq."""
     state_key = None if key == "fp32" else key
     if hasattr(parameter, "ds_id"):  # stage 3: an equal piece a rank, the last one padded
         size, rank = parameter.ds_tensor.numel(), wrapped._get_param_partition_rank(parameter)
@@ -83,8 +93,8 @@ def _put(wrapped: object, optimizer: torch.optim.Optimizer, parameter: nn.Parame
         target.copy_(flat.view_as(target))
 
 
-def _refresh_weights(wrapped: object) -> None:
-    """Weights from masters: stages 1 and 2 gather the partitions, stage 3 casts its own and gathers the small ones it keeps whole."""
+def refresh_weights(wrapped: object) -> None:
+    """Collective. Weights from masters: stages 1 and 2 gather the partitions, stage 3 casts its own and gathers the small whole ones."""
     if hasattr(wrapped, "update_lp_params"):
         wrapped.update_lp_params()
     elif hasattr(wrapped, "fp16_partitioned_groups_flat"):

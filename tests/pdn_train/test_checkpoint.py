@@ -23,11 +23,11 @@ class FilesOnly:
 
     def save(self, folder: Path) -> None:
         for rank in range(2):
-            (folder / f"rank_{rank}_optim_states.pt").write_bytes(folder.name.encode() * (rank + 1))
+            (folder / f"part_{rank}.pt").write_bytes(folder.name.encode() * (rank + 1))
 
 
 def config(**changes: dict) -> Config:
-    tree = {"run_dir": "r", "data": {"path": "d"}, "train": {"steps": 3000}}
+    tree = {"run_dir": "r", "data": {"path": "d"}, "train": {"steps": 3000, "precision": "fp32"}, "parallel": {"zero": 0}}
     for section, values in changes.items():
         tree[section] = {**tree.get(section, {}), **values}
     return build(tree, "test")
@@ -66,16 +66,16 @@ def test_no_checkpoint_ever_published_is_a_fresh_start(root):
 
 
 def damage_missing(folder):
-    (folder / "rank_1_optim_states.pt").unlink()
+    (folder / "part_1.pt").unlink()
 
 
 def damage_truncated(folder):
-    file = folder / "rank_1_optim_states.pt"
+    file = folder / "part_1.pt"
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def damage_flipped_bit(folder):
-    file = folder / "rank_1_optim_states.pt"
+    file = folder / "part_1.pt"
     data = bytearray(file.read_bytes())
     data[3] ^= 1
     file.write_bytes(data)
@@ -94,7 +94,7 @@ def damage_garbage_state(folder):
 
 
 DAMAGES = [
-    (damage_missing, "rank_1_optim_states.pt is missing"),
+    (damage_missing, "part_1.pt is missing"),
     (damage_truncated, "37 bytes instead of 38"),
     (damage_flipped_bit, "another checksum"),
     (damage_no_complete, "COMPLETE is missing"),
@@ -199,5 +199,13 @@ def test_state_json_tells_what_was_saved(root):
     save(root, 10)
     state = json.loads((root / folder_name(10) / "state.json").read_text())
     assert state["progress"] == {"step": 10, "position": 40, "tokens": 640, "skipped_steps": 0, "skipped_in_row": 0}
-    assert state["world"] == {"size": 1, "sequence": 1, "zero": 1}
-    assert set(state["files"]) == {"rank_0_optim_states.pt", "rank_1_optim_states.pt", "rng_00000.pt"}
+    assert state["world"] == {"size": 1, "sequence": 1, "zero": 0}
+    assert set(state["files"]) == {"part_0.pt", "part_1.pt", "rng_00000.pt"}
+
+
+def test_a_rank_whose_files_do_not_show_stops_the_save(root, monkeypatch):
+    """A checkpoint that lists only some of the ranks' files would pass every later check."""
+    two_ranks = World(0, 0, 2, 1, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="these are missing: .'rng_00001.pt'"):
+        Checkpoints(root, config().checkpoint, two_ranks).save(FilesOnly(), Progress(1), config(), DATA)
+    assert Checkpoints(root, config().checkpoint, WORLD).newest() is None

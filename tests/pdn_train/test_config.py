@@ -64,6 +64,8 @@ REFUSED = [
     ("parallel: {sequence: 3}", ["parallel.sequence=3", "data.seq_len=2048"]),
     ("parallel: {sequence: 1024}", ["parallel.sequence=1024", "2 tokens", "needs 3"]),
     ("train: {compile: true, activation_checkpoint: selective}", ["train.compile=true", "selective", "use none or block"]),
+    ("train: {compile: true}\ndata: {reset_at_documents: true, path: x}", ["train.compile=true", "data.reset_at_documents=true"]),
+    ("resume: {allow: [optim.rl]}", ["resume.allow", "'optim.rl'", "did you mean 'optim.lr'"]),
     ("optim: {schedule: wsd}", ["optim.decay_steps"]),
     ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100"]),
     ("eval: {every: 10}", ["data.val_path"]),
@@ -75,7 +77,8 @@ REFUSED = [
 @pytest.mark.parametrize("text, said", REFUSED, ids=[text for text, _ in REFUSED])
 def test_refused_with_key_value_and_way_out(write, text, said):
     with pytest.raises(ConfigError) as caught:
-        load(write(text if text.startswith(("[", "a:")) else MINIMAL + text + "\n"))
+        whole = text.startswith(("[", "a:"))
+        load(write(text if whole else ("run_dir: r\n" if "data:" in text else MINIMAL) + text + "\n"))
     for part in said:
         assert part in str(caught.value)
 

@@ -61,6 +61,29 @@ def test_a_killed_owner_on_this_host_is_replaced_at_once(run_dir):
     assert not run_dir.lease.exists()
 
 
+def test_a_live_owner_on_this_machine_keeps_the_folder_even_from_its_own_job(run_dir):
+    """Two steps of one SLURM allocation have one job id."""
+    owner = hold(run_dir, job="42")
+    try:
+        with pytest.raises(RunDirError, match="in use by job 42"):
+            Lease(run_dir, "42").acquire()
+    finally:
+        end(owner)
+
+
+def test_a_lease_that_changed_hands_meanwhile_is_put_back(run_dir):
+    """This job reads a dead lease; before it removes it, another job has removed it and put its own there."""
+    run_dir.lease.write_text(json.dumps({"job": "1", "host": "elsewhere", "pid": 1, "time": 0, "token": "dead"}))
+    late = Lease(run_dir, "3")
+    dead = rundir._read_lease(run_dir.lease)
+    winner = Lease(run_dir, "2")
+    winner.acquire()
+    with pytest.raises(RunDirError, match="taken by another job just now"):
+        late._remove(dead)
+    assert json.loads(run_dir.lease.read_text())["job"] == "2"
+    winner.__exit__()
+
+
 def test_a_zombie_counts_as_gone(run_dir):
     owner = hold(run_dir)
     owner.kill()  # not waited for: its process number still answers
