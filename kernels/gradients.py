@@ -38,13 +38,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.scan_backward import load_last, load_state
+from kernels.scan_backward import load_state
 from kernels.tiles import (
     BETA,
     HIGH,
     KEY_NORM,
+    KEY_READ,
     LOW,
     QUERY_NORM,
+    QUERY_READ,
+    WRITE,
     cumulate,
     dot_precision,
     last,
@@ -99,16 +102,16 @@ def _around(later, earlier, C: tl.constexpr):
 
 @triton.jit
 def _statistic(
-    dk, dw, khat, a_start, dstart, at, first, p_high, p_low, c, m, log_bound, eps, count,
+    dw, khat, a_start, dstart, at, first, p_high, p_low, c, m, log_bound, eps, count,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk [C, BK], channels first .. first + BK, with what comes through w = b khat, where b is the bounded inverse of the statistic
+    """dkhat [C, BK], channels first .. first + BK, as it comes through w = b khat, where b is the bounded inverse of the statistic
     (`kernels.preconditioner`); and the sums over these channels of dp [C], dc [C] and dm.
 
         prior_t = exp(p_t) a_{t-1} ;  a = prior + c khat^2 ;  r = log(a + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s)
         dr = dw khat b (-log(x)) / (1 + |r|)^2 ;  dm = -sum dr ;  da = dr / (a + eps)
         dA_t = sum_{i >= t} exp(P_i - P_t) da_i                                 over the chunk's own rows
-        dkhat += b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior ;  dstart = exp(P_0) dA_0
+        dkhat = b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior ;  dstart = exp(P_0) dA_0
     """
     i, d = tl.arange(0, C), first + tl.arange(0, BK)
     start = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
@@ -120,7 +123,7 @@ def _statistic(
     slope = 1.0 / (1.0 + tl.abs(r))
     scaling = tl.exp(-log_bound * r * slope)
     dr = dw * khat * scaling * slope * slope * -log_bound
-    dk += scaling * dw
+    dk = scaling * dw
     da = dr / a
     later = tl.where(i[:, None] == i[None, :], 0.0, spans_transposed(p_high, p_low, count, C))
     da = tl.dot(later.to(DOT), da.to(DOT), da, input_precision=PRECISION)
@@ -135,24 +138,23 @@ def _through_norm(
     dx, x, r, along, token, count, x_stride, H, head,
     K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dx [N, H, K], which holds the gradient of xhat = r x, becomes that of x; along: xhat . dx."""
+    """dx [N, H, K], which holds r dxhat where xhat = r x, becomes the gradient of x; along: x . (r dxhat)."""
     for d in tl.static_range(0, BK, BLOCK):
-        xhat = load_tile(x, token, count, x_stride, head, d, K, BLOCK, C).to(tl.float32) * r[:, None]
+        x_block = load_tile(x, token, count, x_stride, head, d, K, BLOCK, C).to(tl.float32)
         grad = load_tile(dx, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
-        store_tile(dx, r[:, None] * (grad - xhat * along[:, None]), token, count, H * K, head, d, K, BLOCK, C)
+        store_tile(dx, grad - x_block * (r * r * along)[:, None], token, count, H * K, head, d, K, BLOCK, C)
 
 
 @triton.jit
 def _gradients(
-    q, k, w, rows, h, u, dh, dx, do,  # inputs
+    q, k, w, rows, whole, h, u, dh, dx, do,  # inputs
     dq, dk, dv, dbeta, dg,  # outputs
     a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,  # the statistic's inputs and outputs
     chunks, N, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, WRITE: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and head; BLOCK key channels at a time. WRITE: w holds the write keys and comes of the statistic, else they
-    are rk * k."""
+    """One program a chunk and head; BLOCK key channels at a time. PRECONDITION: w holds the write keys, else they are rk * k."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -162,7 +164,7 @@ def _gradients(
     rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
     rq = load_row(rows, QUERY_NORM, token, count, H, N, head, C)
 
-    # the gradients of the [C, C] products
+    # D1 and D2, with the norms of both rows: of k_i . w_j and q_i . w_j, or k_i . k_j and q_i . k_j
     one = tl.zeros((C, C), tl.float32)
     two = tl.zeros((C, C), tl.float32)
     for e in tl.static_range(0, V, BV):
@@ -177,38 +179,31 @@ def _gradients(
     if DECAY:
         high = load_row(rows, HIGH, token, count, H, N, head, C)
         low = load_row(rows, LOW, token, count, H, N, head, C)
-        end, end_low = load_last(rows, HIGH, token, count, H, N, head), load_last(rows, LOW, token, count, H, N, head)
         span = spans(high, low, count, C)
-        grown, left, whole = tl.exp2(high + low), tl.exp2((end - high) + (end_low - low)), tl.exp2(end + end_low)
     else:
         span = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
-        grown, left = rk * 0.0 + 1.0, rk * 0.0 + 1.0
-    one = tl.where(diagonal, 0.0, one * span) * (-beta[:, None] * beta[None, :])
-    two = two * span * (scale * beta)[None, :]
+    if PRECONDITION:
+        span *= beta[None, :]
+    else:
+        span *= (beta * rk)[None, :]
+    one = tl.where(diagonal, 0.0, one * span) * (-beta * rk)[:, None]
+    two = two * span * (scale * rq)[:, None]
     if DECAY:
         kw = tl.zeros((C, C), tl.float32)
         qw = tl.zeros((C, C), tl.float32)
         for d in tl.static_range(0, BK, BLOCK):
             Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
             W = Key
-            if WRITE:
+            if PRECONDITION:
                 W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
             kw = tl.dot(Key, tl.trans(W), kw, input_precision=PRECISION)
             qw = tl.dot(load_tile(q, token, count, q_stride, head, d, K, BLOCK, C), tl.trans(W), qw, input_precision=PRECISION)
-        pairs = one * kw * rk[:, None] + two * qw * rq[:, None]
-        if not WRITE:
-            pairs *= rk[None, :]
-        g = _between(pairs, C, PRECISION)
+        g = _between(one * kw + two * qw, C, PRECISION)
         from_state, to_state, passed = rk * 0.0, rk * 0.0, 0.0
+    one, two = one.to(q.dtype.element_ty), two.to(q.dtype.element_ty)
 
-    # what multiplies w, khat and qhat
-    wr = rk * 0.0 + 1.0
-    if not WRITE:
-        wr = rk
-    one_w, two_w = (one * wr[None, :]).to(q.dtype.element_ty), (two * wr[None, :]).to(q.dtype.element_ty)
-    one_k, two_q = (one * rk[:, None]).to(q.dtype.element_ty), (two * rq[:, None]).to(q.dtype.element_ty)
     along_q, along_k = rk * 0.0, rk * 0.0
-    if WRITE:
+    if PRECONDITION:
         p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
         c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
         sum_p, sum_c, sum_m = rk * 0.0, rk * 0.0, 0.0
@@ -216,11 +211,11 @@ def _gradients(
         Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
         Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
         W = Key
-        if WRITE:
+        if PRECONDITION:
             W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
+        # r dqhat and r dkhat, the latter of the key that reads
         grad_q = tl.zeros((C, BLOCK), tl.float32)
         grad_k = tl.zeros((C, BLOCK), tl.float32)
-        grad_w = tl.zeros((C, BLOCK), tl.float32)
         for e in tl.static_range(0, V, BV):
             if V > BV:
                 dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
@@ -228,19 +223,20 @@ def _gradients(
             S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV)
             grad_q = tl.dot(dO, S, grad_q, input_precision=PRECISION)
             grad_k = tl.dot(dX, S, grad_k, input_precision=PRECISION)
-        qhat, khat = Q.to(tl.float32) * rq[:, None], Key.to(tl.float32) * rk[:, None]
-        grad_q *= (scale * grown)[:, None]
-        grad_k *= (-beta * grown)[:, None]
+        grad_q *= (scale * load_row(rows, QUERY_READ, token, count, H, N, head, C))[:, None]
+        grad_k *= (-beta * load_row(rows, KEY_READ, token, count, H, N, head, C))[:, None]
         if DECAY:
-            from_state += tl.sum(grad_q * qhat, 1) + tl.sum(grad_k * khat, 1)
-        grad_q = tl.dot(two_w, W, grad_q, input_precision=PRECISION)
-        grad_k = tl.dot(one_w, W, grad_k, input_precision=PRECISION)
+            from_state += tl.sum(grad_q * Q.to(tl.float32) + grad_k * Key.to(tl.float32), 1)
+        grad_q = tl.dot(two, W, grad_q, input_precision=PRECISION)
+        grad_k = tl.dot(one, W, grad_k, input_precision=PRECISION)
         if NORMALIZE:
-            along = tl.sum(grad_q * qhat, 1)
+            along = tl.sum(grad_q * Q.to(tl.float32), 1)
             along_q += along
             if BLOCK >= BK:
-                grad_q = rq[:, None] * (grad_q - qhat * along[:, None])
+                grad_q -= Q.to(tl.float32) * (rq * rq * along)[:, None]
         store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
+        # dw, or r dkhat of the key that writes
+        grad_w = tl.zeros((C, BLOCK), tl.float32)
         for e in tl.static_range(0, V, BV):
             if V > BV:
                 U = load_tile(u, token, count, H * V, head, e, V, BV, C)
@@ -248,32 +244,33 @@ def _gradients(
             if DECAY:
                 passed += tl.sum(load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32) * dS.to(tl.float32))
             grad_w = tl.dot(U, dS, grad_w, input_precision=PRECISION)
-        grad_w *= (beta * left)[:, None]
+        grad_w *= (beta * load_row(rows, WRITE, token, count, H, N, head, C))[:, None]
         if DECAY:
-            to_state += tl.sum(grad_w * W.to(tl.float32), 1) * wr
-        turned = tl.dot(tl.trans(Key), one_k, input_precision=PRECISION)
-        turned = tl.dot(tl.trans(Q), two_q, turned, input_precision=PRECISION)
+            to_state += tl.sum(grad_w * W.to(tl.float32), 1)
+        turned = tl.dot(tl.trans(Key), one, input_precision=PRECISION)
+        turned = tl.dot(tl.trans(Q), two, turned, input_precision=PRECISION)
         grad_w += tl.trans(turned)
-        if WRITE:
-            grad_k, dp, dc, dm = _statistic(
-                grad_k, grad_w, khat, a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count,
+        if PRECONDITION:
+            added, dp, dc, dm = _statistic(
+                grad_w, Key.to(tl.float32) * rk[:, None], a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count,
                 K, BLOCK, C, DOT, PRECISION,
             )  # fmt: skip
+            grad_k += rk[:, None] * added
             sum_p += dp
             sum_c += dc
             sum_m += dm
         else:
             grad_k += grad_w
             if NORMALIZE:
-                along = tl.sum(grad_k * khat, 1)
+                along = tl.sum(grad_k * Key.to(tl.float32), 1)
                 along_k += along
                 if BLOCK >= BK:
-                    grad_k = rk[:, None] * (grad_k - khat * along[:, None])
+                    grad_k -= Key.to(tl.float32) * (rk * rk * along)[:, None]
         store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
-        g += _around(from_state, to_state, C) + whole * passed
+        g += _around(from_state, to_state, C) + tl.load(whole + at) * passed
         tl.store(dg + place, g, mask=i < count)
-    if WRITE:
+    if PRECONDITION:
         tl.store(dforget + place, sum_p, mask=i < count)
         tl.store(dgain + place, sum_c, mask=i < count)
         tl.store(dcenter + at, sum_m)
@@ -281,7 +278,7 @@ def _gradients(
     if NORMALIZE and BLOCK < BK:
         tl.debug_barrier()  # the threads read each other's stores
         _through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
-        if not WRITE:
+        if not PRECONDITION:
             _through_norm(dk, k, rk, along_k, token, count, k_stride, H, head, K, BK, BLOCK, C)
 
 
@@ -298,10 +295,10 @@ def backward(
     parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
     choice = setting("gradients", x.k)
     _gradients[(M * H,)](
-        x.q, x.k, solved.w, solved.rows, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
+        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)),
-        BLOCK=min(64, triton.next_power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None, WRITE=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        BLOCK=min(64, triton.next_power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)

@@ -24,14 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, HIGH, KEY_NORM, LOW, QUERY_NORM, allow_descriptors, dot_precision, head_tiles, load_row, state_tiles
+from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_row, state_tiles
 from kernels.tuned import setting
-
-
-@triton.jit
-def load_last(rows, kind, token, count, H, N, head):
-    """The last of a chunk's numbers in `rows`."""
-    return tl.load(rows + (head + kind * H).to(tl.int64) * N + token + count - 1)
 
 
 @triton.jit
@@ -46,14 +40,15 @@ def load_state(h, chunk, H, head, d, e, K: tl.constexpr, V: tl.constexpr, BK: tl
 
 @triton.jit
 def _scan(
-    q, k, t, qw, w, rows, do, ds,  # inputs
+    q, k, t, qw, w, rows, whole, do, ds,  # inputs
     dh, dx, ds_0,  # outputs
     table, N, H, q_stride, k_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, WRITE: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above, all transposed: dS [BV, BK]. WRITE: w holds the write keys, else they are rk * k. FINAL: ds is given. STORE: dh
-    and dx are wanted."""
+    """Formulas above, all transposed: dS [BV, BK]. PRECONDITION: w holds the write keys, else they are rk * k. FINAL: ds is given.
+    STORE: dh and dx are wanted."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
     first, chunks = tl.load(table + 4 * n), tl.load(table + 4 * n + 1)
@@ -64,7 +59,7 @@ def _scan(
     solves = head_tiles(t, start, tokens, H * C, head, C, C, C)
     reads = head_tiles(qw, start, tokens, H * C, head, C, C, C)
     outputs = head_tiles(do, start, tokens, H * V, head, V, BV, C)
-    if WRITE:
+    if PRECONDITION:
         writes = head_tiles(w, start, tokens, H * K, head, K, BK, C)
     if STORE:
         states = state_tiles(dh, first, chunks, H, head, V, K, BV, BK)
@@ -75,44 +70,31 @@ def _scan(
     dS = tl.zeros((BV, BK), tl.float32)
     if FINAL:
         dS = tl.load(ds + own, mask=inside, other=0.0)
-    for step in range(chunks):
+    for step in tl.range(chunks, num_stages=STAGES):
         place = chunks - 1 - step
         row = place * C
         token, count = start + row, tl.minimum(tokens - row, C)
+        beta = load_row(rows, BETA, token, count, H, N, head, C)
+        key_read = load_row(rows, KEY_READ, token, count, H, N, head, C)
+        query_read = load_row(rows, QUERY_READ, token, count, H, N, head, C) * scale
+        left = load_row(rows, WRITE, token, count, H, N, head, C)
         key = keys.load([row, 0])
         state = dS.to(key.dtype)
         if STORE:
             states.store([place * H, column, 0], state[None])
-        if WRITE:
-            dR = tl.dot(state, tl.trans(writes.load([row, 0])), input_precision=PRECISION)
-        else:
-            dR = tl.dot(state, tl.trans(key), input_precision=PRECISION)
-        rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
-        read_query = load_row(rows, QUERY_NORM, token, count, H, N, head, C) * scale
-        left = rk * 0.0 + 1.0
-        read_key = rk
-        if DECAY:
-            high = load_row(rows, HIGH, token, count, H, N, head, C)
-            low = load_row(rows, LOW, token, count, H, N, head, C)
-            end = load_last(rows, HIGH, token, count, H, N, head)
-            end_low = load_last(rows, LOW, token, count, H, N, head)
-            grown = tl.exp2(high + low)
-            read_key = rk * grown
-            read_query *= grown
-            left = tl.exp2((end - high) + (end_low - low))
-            dS *= tl.exp2(end + end_low)
-        if not WRITE:
-            left *= rk
-        dR *= left[None, :]
+        write = key
+        if PRECONDITION:
+            write = writes.load([row, 0])
+        dR = tl.dot(state, tl.trans(write), input_precision=PRECISION) * left[None, :]
         dO = outputs.load([row, column])
         dR += scale * tl.dot(tl.trans(dO), reads.load([row, 0]), input_precision=PRECISION)
-        beta = load_row(rows, BETA, token, count, H, N, head, C)
         dX = tl.dot((dR * beta[None, :]).to(key.dtype), solves.load([row, 0]), dR, input_precision=PRECISION)
         if STORE:
             errors.store([row, column], tl.trans(dX.to(key.dtype)))
-        dX *= (-beta * read_key)[None, :]
-        dS = tl.dot(dX.to(key.dtype), key, dS, input_precision=PRECISION)
-        dO = (dO.to(tl.float32) * read_query[:, None]).to(key.dtype)
+        if DECAY:
+            dS *= tl.load(whole + (first + place).to(tl.int64) * H + head)
+        dS = tl.dot((dX * (-beta * key_read)[None, :]).to(key.dtype), key, dS, input_precision=PRECISION)
+        dO = (dO.to(tl.float32) * query_read[:, None]).to(key.dtype)
         dS = tl.dot(tl.trans(dO), queries.load([row, 0]), dS, input_precision=PRECISION)
     tl.store(ds_0 + own, dS, mask=inside)
 
@@ -132,9 +114,9 @@ def backward(
     block = min(choice.block, triton.next_power_of_2(V))
     allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
-        x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, do, ds, dh, dx, ds_0,
+        x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
         spans, N, H, x.q.stride(0), x.k.stride(0), x.scale,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, WRITE=solved.w is not None,
-        FINAL=ds is not None, STORE=store, PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages,
+        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
+        FINAL=ds is not None, STORE=store, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip
     return dh, dx, ds_0

@@ -86,11 +86,10 @@ def _finish(
     c = load_gate(gain, token, count, H, head, C)
     end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
     left = tl.exp2((end - high) + (end_low - low))
-    khat = rk[:, None] * key
-    kappa = tl.sum(khat * khat * D[None, :], 1)
-    grad += (2 * c * left)[:, None] * khat * D[None, :]
+    kappa = rk * rk * tl.sum(key * key * D[None, :], 1)
+    grad += (2 * c * left * rk * rk)[:, None] * key * D[None, :]
     if NORMALIZE:
-        grad = rk[:, None] * (grad - khat * tl.sum(grad * khat, 1)[:, None])
+        grad -= (rk * rk * tl.sum(grad * key, 1))[:, None] * key
     store_tile(dk, grad, token, count, H * K, head, 0, K, BK, C)
     place = (token + i).to(tl.int64) * H + head
     kappa = left * kappa

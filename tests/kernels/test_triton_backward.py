@@ -47,8 +47,8 @@ def forward(case, bounds, C):
     flat = {n: x.flatten(0, 1).transpose(0, 1) for n, x in t.items() if n not in ("m", "s", "a")}  # [H, N, ...]
     scale, H, K, V = t["q"].shape[-1] ** -0.5, *t["q"].shape[2:], t["v"].shape[-1]
     N = bounds[-1]
-    got = {"t": torch.zeros(N, H, C), "qw": torch.zeros(N, H, C), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V), "rows": torch.zeros(5, H, N)}
-    got |= {n: [] for n in ("h", "a_start")}
+    got = {"t": torch.zeros(N, H, C), "qw": torch.zeros(N, H, C), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V), "rows": torch.zeros(8, H, N)}
+    got |= {n: [] for n in ("h", "a_start", "whole")}
     states, xs, loss = [], [], 0
     for n, (start, stop) in enumerate(pairwise(bounds)):
         s = t["s"][n] if "s" in t else torch.zeros(H, K, V, dtype=torch.float64, requires_grad=True)
@@ -67,12 +67,16 @@ def forward(case, bounds, C):
             got["t"][i:j, :, : j - i], got["qw"][i:j, :, : j - i] = (y.detach().transpose(0, 1) for y in (negative, qw / scale))
             got["w"][i:j], got["u"][i:j] = w.detach().transpose(0, 1), u.detach().transpose(0, 1)
             G = g.cumsum(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
-            norms = (flat[name][:, i:j].square().sum(-1).add(1e-6).rsqrt() for name in ("k", "q"))
-            got["rows"][:, :, i:j] = torch.stack([*norms, G, G - G.float().double(), beta]).detach()
+            rk, rq = (flat[name][:, i:j].square().sum(-1).add(1e-6).rsqrt() for name in ("k", "q"))
+            lacks = G[:, -1:] - G + (0 if "p" in t else rk.log2())
+            numbers = [rk, rq, G, G - G.float().double(), beta, rk * G.exp2(), rq * G.exp2(), lacks.exp2()]
+            got["rows"][:, :, i:j] = torch.stack(numbers).detach()
+            got["whole"].append(G[:, -1].exp2().detach())
             states.append(s)
             xs.append(x)
             loss = loss + (o.transpose(0, 1) * case.weights["o"].flatten(0, 1)[i:j]).sum()
         loss = loss + (s * case.weights["s"][n]).sum() + (0 if "p" not in t else (a * case.weights["a"][n]).sum())
+    got["whole"] = torch.stack(got["whole"])
     got["h"], got["a_start"] = torch.stack(got["h"]).mT.detach(), torch.stack(got["a_start"]).detach()
     initial = [t["s"]] if "s" in t else []
     grads = torch.autograd.grad(loss, [*states, *xs, *initial])
@@ -104,7 +108,7 @@ def run(case, put=place):
     table = layout._build(bounds, layout.chunk_rows(x.k), torch.device(DEVICE))
     got, judge = forward(case, bounds, table.chunk)
     f = {n: put(y) for n, y in got.items()}
-    solved = Solved(f["t"], f["qw"], f["w"] if case.preconditioned else None, f["rows"])
+    solved = Solved(f["t"], f["qw"], f["w"] if case.preconditioned else None, f["rows"], f["whole"])
     do, ds = (put(case.weights[n]) for n in ("o", "s"))
     dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do.flatten(0, 1), ds)
     result = {"dh": dh, "dx": dx} | ({"ds_0": ds_0} if "ds_0" in judge else {})
