@@ -34,7 +34,7 @@ def delta_rule(
 ) -> tuple[Tensor, State | None]:
     """o [B, T, H, V] in v's dtype, and the final State or None.
 
-        S' = D_t S_{t-1} ;  S_t = S' + w_t (beta_t (v_t - S'^T k_t))^T ;  o_t = scale * S_t^T q_t            (PAPER section 1)
+        S' = D_t S_{t-1} ;  S_t = S' + w_t (beta_t (v_t - S'^T k_t))^T ;  o_t = scale * S_t^T q_t   (docs/paper.md, section 1)
 
     D is 1, exp(decay) or diag(exp(decay)); the write key w is k, or with precond the one of `kernels.preconditioner`. With
     cu_seqlens B is 1, it runs 0 .. T without decreasing, and both states start afresh (or from initial_state[n]) at each entry; a

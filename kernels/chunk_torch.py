@@ -1,6 +1,8 @@
 """The recurrences by chunks, in plain PyTorch: any device, fp32 or fp64, gradients by autograd, and the map for the Triton stages.
 
-PAPER section 2. A chunk has C <= 64 rows; all its tokens are handled by matrix products, and only its end state goes to the next
+The algebra is that of docs/paper.md, section 2.
+
+A chunk has C <= 64 rows; all its tokens are handled by matrix products, and only its end state goes to the next
 chunk. With W the write keys, g the log decay and G its cumulative sum in the chunk (inclusive), the products between rows i > j
 carry exp(G_i - G_j):
 

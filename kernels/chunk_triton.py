@@ -8,7 +8,7 @@ that the chunk meets and B = diag(beta):
     E = V - exp(G) khat S ;  U = E - N (B E) = (I + L B)^-1 E                                                   the corrected errors
     O = scale [exp(G) qhat S + (qhat w^T * M) (B U)] ;  S' = exp(G_C) S + w^T (exp(G_C - G) B U)                (scan)
 
-So B U are the values written, in PAPER section 2 the rows of T (..) with T = (I + B L)^-1 = I - B N. N rather than T is stored: the
+So B U are the values written, R in docs/paper.md, section 2; its T is (I + B L)^-1 B = (I - B N) B. N rather than T is stored: the
 identity then enters exactly, in fp32, and the gradient of beta needs no division.
 
 Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequences or spans):

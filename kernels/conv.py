@@ -1,4 +1,4 @@
-"""The short causal convolution before q, k and v: depthwise over time, then SiLU (PAPER section 3), with its history in and out.
+"""The short causal convolution before q, k and v: depthwise over time, then SiLU (docs/paper.md, section 3), with its history.
 
     y_t = silu(sum_i weight[:, W - 1 - i] * x_{t - i}),  i = 0 .. W - 1          the last tap is the present token
 

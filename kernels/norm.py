@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """y = rms_norm(x) * sigmoid(gate), KDA's output gate (PAPER section 3); x and gate [..., D], weight [D]. One rounding, at the end."""
+    """y = rms_norm(x) * sigmoid(gate), KDA's output gate (docs/paper.md, section 3); x, gate [..., D], weight [D]. Rounded once."""
     if gate.shape != x.shape:
         raise ValueError(f"gate has shape {list(gate.shape)} and x has {list(x.shape)}: they must be equal")
     y = _normed(x, weight, eps)

@@ -1,13 +1,13 @@
 """From the statistic to the write key: the one step in which a preconditioned recurrence differs from a plain one.
 
-The statistic a_t = exp(p_t) a_{t-1} + c_t k_t^2 is a decayed diagonal of the keys' Gram matrix (PAPER section 1). The default,
-"squashed", is
+The statistic a_t = exp(p_t) a_{t-1} + c_t k_t^2 is a decayed diagonal of the keys' Gram matrix (docs/paper.md, section 1). The
+default, "squashed", is
 
     r = log(a_t + eps) - m ;  s = r / (1 + |r|) in (-1, 1) ;  b_t = exp(-log(x) s) in [1/x, x] ;  w_t = b_t * k_t
 
 Everything here is elementwise on one token's row, so it reads the same for a token, a chunk and a whole batch: k and a are [...,
-K], and what is one a head (beta, m) broadcasts against k.shape[:-1]. The other forms are the paper's ablations (section 5), for
-comparison only:
+K], and what is one a head (beta, m) broadcasts against k.shape[:-1]. The other forms are the paper's ablations
+(docs/paper.md, section 5), for comparison only:
 
     unstable_atk   u = k / (a'_t + lambda) ;  w_t = u / (1 + k.u)
                    a'_t = exp(p_t) a_{t-1}: the statistic without token t (strict mask)

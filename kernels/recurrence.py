@@ -1,6 +1,6 @@
 """The six recurrences, by name: data only, no torch.
 
-All are one delta rule (PAPER: Preconditioned DeltaNet, section 1), in the letters used throughout `kernels`:
+All are one delta rule (arXiv:2604.21100; docs/paper.md, section 1), in the letters used throughout `kernels`:
 
     S' = D_t S_{t-1}                                   decay:  none | scalar (one a head) | channel (one a key channel)
     S_t = S' + w_t (beta_t (v_t - S'^T k_t))^T         gain:   beta;  solve: online (the write corrects what the state already says)

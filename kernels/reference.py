@@ -1,12 +1,12 @@
 """The recurrences token by token: the judge of every other implementation, and the exact forms that the theory speaks of.
 
-`advance` is PAPER section 1 line by line and is what decoding runs too. `run` loops over it. Any dtype and device; gradients by
+`advance` is docs/paper.md, section 1, line by line, and is what decoding runs too. `run` loops over it. Any dtype and device; gradients by
 autograd, through the states too. Cost: a few small kernels and one saved state a token, so it is for tests and for reading. In fp64
 it is the judge.
 
 `exact_atk` and `exact_atq` are the undiagonalised recurrences: with P_t = (lambda I + sum_{i<=t} k_i k_i^T)^-1 the first puts the
-curvature on the write key and the second on the query, and they agree for every t (Theorem 3.1). Their diagonal versions, forms
-"unstable_atk" and "atq" of `preconditioner.py`, do not (App. C.2).
+curvature on the write key and the second on the query, and they agree for every t (arXiv:2604.21100, Theorem
+3.1). Their diagonal versions, forms "unstable_atk" and "atq" of `preconditioner.py`, do not (its App. C.2).
 """
 
 from __future__ import annotations

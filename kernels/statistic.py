@@ -1,6 +1,6 @@
 """The preconditioner's statistic at the chunks' starts: the only part of it that runs over the whole sequence.
 
-    a_t = exp(p_t) a_{t-1} + c_t khat_t^2                                                                 (PAPER section 1)
+    a_t = exp(p_t) a_{t-1} + c_t khat_t^2                                                        (docs/paper.md, section 1)
 
 Forward, two launches: `_sums` makes each chunk's own part (chunk-parallel), `_chain` carries it over the chunks of a sequence.
 

@@ -1,8 +1,8 @@
-"""The language model: pre-norm blocks of a recurrent token mixer and a SwiGLU MLP, with tied embeddings (PAPER, section 3).
+"""The language model: pre-norm blocks of a recurrent token mixer and a SwiGLU MLP, with tied embeddings (docs/paper.md, section 3).
 
     ids -> Embedding -> num_layers x [ x + Mixer(norm(x)) ; x + MLP(norm(x)) ] -> norm -> Head -> logits, or the summed cross-entropy
 
-PAPER = arXiv:2604.21100. One `Mixer` serves all six recurrences: what differs is which gates exist, and that is read from the table in
+After arXiv:2604.21100. One `Mixer` serves all six recurrences: what differs is which gates exist, and that is read from the table in
 `kernels.recurrence`. Shapes are B sequences, T tokens, H heads, K = V = head_dim channels a head, W = H * K the mixer's width, which may
 differ from hidden_size.
 
@@ -89,7 +89,7 @@ class RMSNorm(nn.Module):
 
 
 class Mixer(nn.Module):
-    """The token mixer (PAPER, section 3): projections, short convolution, gates, recurrence, head-wise norm, output projection.
+    """The token mixer (docs/paper.md, section 3): projections, short convolution, gates, recurrence, head-wise norm, output projection.
 
         q, k, v = SiLU(conv(x W_qkv))                   the recurrence normalises q and k per head
         beta    = sigmoid(x W_b)                        doubled with neg_eigval
@@ -315,7 +315,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter from `seed`, the same values on any device, in any dtype (rounded) and for any kernel (PAPER, section 3).
+        """Set every parameter from `seed`, the same on any device, in any dtype (rounded) and for any kernel (docs/paper.md, section 3).
 
         | parameter                                  | value                                                             |
         | ------------------------------------------ | ----------------------------------------------------------------- |

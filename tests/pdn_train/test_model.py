@@ -1,4 +1,4 @@
-"""The model against a plain transcription of PAPER section 3, its loss against torch's own, decoding against the full forward."""
+"""The model against a plain transcription of docs/paper.md, section 3, its loss against torch's own, decoding against the full forward."""
 
 import math
 from collections import Counter
@@ -46,7 +46,7 @@ def plain_norm(x, weight):
 
 
 def plain_mixer(m, x):
-    """One sequence x [T, hidden], in the letters of PAPER sections 1 and 3."""
+    """One sequence x [T, hidden], in the letters of docs/paper.md, sections 1 and 3."""
     c, length, heads, dim = m.config, len(x), m.config.num_heads, m.config.head_dim
     raw = torch.cat([torch.zeros(3, 3 * heads * dim, dtype=x.dtype), x @ m.qkv_proj.weight.T])
     conv = F.silu(sum(raw[i : i + length] * m.conv_weight[:, i] for i in range(4)))
@@ -109,7 +109,7 @@ def test_equals_the_plain_transcription(variant):
     [("dn", 341_594_112), ("gdn", 341_791_104), ("pdn", 341_987_904), ("pgdn", 342_184_896), ("kda", 354_226_368), ("pkda", 354_620_160)],
 )
 def test_parameter_counts_at_340m(name, parameters):
-    """Counted by hand from PAPER section 3's table; the paper's peers measured 341.8M, 342.2M, 354.2M and 354.6M."""
+    """Counted by hand from docs/paper.md, section 3; another implementation has 341.8M, 342.2M, 354.2M and 354.6M."""
     with torch.device("meta"):
         model = LanguageModel(ModelConfig(recurrence=name))
     assert sum(p.numel() for p in model.parameters()) == parameters

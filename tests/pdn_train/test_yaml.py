@@ -57,7 +57,7 @@ def test_the_size_is_that_of_the_name(name):
 
 @papers
 def test_the_papers_settings(name):
-    """PAPER section 4."""
+    """docs/paper.md, section 4."""
     run = load(name)
     assert run.train.steps == (95_000 if name.endswith("1b") else 30_000)
     assert run.train.global_batch * run.data.seq_len == 524_288 and run.data.seq_len == 2048
