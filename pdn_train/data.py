@@ -5,9 +5,9 @@ training order is a function of (seed, position) alone, where position counts th
 one integer resumes a run on any number of ranks:
 
     one folder of n samples    epoch = position // n,  sample = permutation(seed, epoch)(position mod n)
-    several, with weights      blocks of BLOCK positions; in every block each folder gets its share exactly (to one sample, over all
-    blocks so
-                               far), at places a permutation of the block chooses; each folder counts its own samples and so its own epochs
+    several, with weights      blocks of BLOCK positions; in every block each folder gets its share exactly (to one sample, over all blocks
+                               so far), at places a permutation of the block chooses; each folder counts its own samples and so its own
+                               epochs
 
 The permutations are Feistel networks, computed for one index at a time: 20 to 40 microseconds a sample and no memory, where a table for
 10^9 samples would take 8 GB a rank. All positions and offsets are Python or 64-bit integers.
@@ -151,10 +151,9 @@ class Samples:
 
     @property
     def fingerprint(self) -> dict:
-        """What a resumed run must find unchanged to see the same samples; where the folders lie is no part of it."""
+        """What a resumed run must find unchanged in its folders to see the same samples: neither where they lie, nor seed and seq_len,
+        which are keys of the configuration and compared there."""
         return {
-            "seq_len": self.seq_len,
-            "seed": self._seed,
             "folders": [
                 {"manifest": _sha256(shards.path / MANIFEST), "tokens": shards.tokens, "weight": weight}
                 for shards, weight in zip(self._folders, self._weights, strict=True)

@@ -26,12 +26,22 @@ REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 MIXER_FP32 = {"none": 98, "scalar": 115, "channel": 200}  # bytes a token and mixer channel the torch kernels keep in fp32, by decay
 PRECONDITIONER_FP32 = 32
 
-# Dense bf16 FLOP/s of one device, by a part of the name the driver gives; the first that fits counts. Vendor data sheets, without sparsity.
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+# Dense bf16 FLOP/s of one device, by a part of the name the driver gives; the first that fits counts. Vendor figures, without sparsity.
+# None: a device whose name holds another's, but which is a slice of it or has a figure of its own that is not known for certain.
+PEAK_FLOPS = {
+    " MIG ": None,
+    "GH200": None,
+    "H200 NVL": None,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The denominator of MFU, in FLOP/s, for a name such as "NVIDIA H100 80GB HBM3"; None for a device not in the table."""
+    """The denominator of MFU, in FLOP/s, for a name such as "NVIDIA H100 80GB HBM3"; None where the table has none for it."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 

@@ -12,7 +12,7 @@ Writing: a shard grows as `NAME.bin.partial` and is renamed when it is whole and
 from its last commit with the same bytes.
 
 Reading: `os.pread` on a few open files, through the page cache. That costs what a memory map costs (one copy of a sample, 4 KB), but a
-file cut short under a running job is a short read, and so an error that names it; a map would kill the process with SIGBUS and no
+file cut short under a running job ends too early, and so is an error that names it; a map would kill the process with SIGBUS and no
 message. Opening checks every file's size (one stat each), `faults` its contents.
 """
 
@@ -35,7 +35,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OPEN_FILES = 128  # kept open at once by a reader; common limits are 1024 a process
-BLOCK = 1 << 24  # bytes, or tokens, read at once
+READ_SIZE = 1 << 24  # bytes, or tokens, read at once
 EMPTY = {"tokens": 0, "documents": 0, "bytes": 0}
 
 
@@ -233,7 +233,7 @@ class ShardWriter:
         self._hash = hashlib.sha256()
         self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - closed by end_shard or finish
         self._file.truncate(size)
-        for block in iter(lambda: self._file.read(BLOCK), b""):
+        for block in iter(lambda: self._file.read(READ_SIZE), b""):
             self._hash.update(block)
 
     def _sync(self) -> None:
@@ -278,7 +278,7 @@ class Shards:
         at = start
         while at < stop:
             index, offset = self._find(at)
-            count = min(stop - at, int(self._starts[index + 1]) - at, BLOCK)
+            count = min(stop - at, int(self._starts[index + 1]) - at, READ_SIZE)
             out[at - start : at - start + count] = self._read_shard(index, offset, count)
             at += count
         return out
@@ -303,7 +303,7 @@ class Shards:
         shard = self.manifest.shards[index]
         try:
             with self._lock:
-                data = os.pread(self._descriptor(index), size, at)
+                data = _pread(self._descriptor(index), size, at)
         except OSError as error:
             raise ShardError(f"cannot read {self.path / shard.file}: {error.strerror}; it was there when the run opened it") from error
         if len(data) < size:
@@ -320,6 +320,14 @@ class Shards:
             self._files[index] = os.open(self.path / self.manifest.shards[index].file, os.O_RDONLY)
         self._files.move_to_end(index)
         return self._files[index]
+
+
+def _pread(descriptor: int, size: int, at: int) -> bytes:
+    """The `size` bytes at `at`, fewer only where the file ends; one pread may give fewer than are there (network file systems do)."""
+    data = b""
+    while len(data) < size and (more := os.pread(descriptor, size - len(data), at + len(data))):
+        data += more
+    return data
 
 
 def check_size(folder: Path, shard: Shard, dtype: str) -> None:
@@ -345,7 +353,7 @@ def faults(folder: str | Path, manifest: Manifest, shard: Shard) -> Iterator[str
         return
     digest, ends, highest, last = hashlib.sha256(), 0, -1, eos
     with open(path, "rb") as file:
-        for block in iter(lambda: file.read(BLOCK), b""):
+        for block in iter(lambda: file.read(READ_SIZE), b""):
             digest.update(block)
             ids = np.frombuffer(block, dtype=DTYPES[manifest.dtype])
             ends += int((ids == eos).sum())
@@ -365,7 +373,7 @@ def unigram_entropy(folder: str | Path, manifest: Manifest) -> float:
     counts = np.zeros(manifest.tokenizer.vocab_size, dtype=np.int64)
     for shard in manifest.shards:
         with open(Path(folder) / shard.file, "rb") as file:
-            for block in iter(lambda file=file: file.read(BLOCK), b""):
+            for block in iter(lambda file=file: file.read(READ_SIZE), b""):
                 counts += np.bincount(np.frombuffer(block, dtype=DTYPES[manifest.dtype]), minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -344,5 +344,9 @@ def test_the_fingerprint_is_of_the_data_not_of_where_it_lies(tmp_path, make_shar
     make_shards(tmp_path / "other", [[5] * 98 + [6]])
     shutil.copytree(tmp_path / "a", tmp_path / "moved")
     assert print_of("a") == print_of("moved") == json.loads(json.dumps(print_of("a")))
-    for changed in (print_of("other"), print_of("a", seq_len=L + 1), print_of("a", seed=2)):
+    assert print_of("a") == print_of("a", seq_len=L + 1) == print_of("a", seed=2)  # keys of the configuration, compared there
+    weighted = {str(tmp_path / "a"): 2.0, str(tmp_path / "moved"): 1.0}
+    mixtures = [open_samples({**weighted, str(tmp_path / "moved"): weight}, L, 1, 100).fingerprint for weight in (1.0, 3.0)]
+    assert mixtures[0] != mixtures[1]
+    for changed in (print_of("other"), *mixtures):
         assert changed != print_of("a")

@@ -57,7 +57,9 @@ def test_matrix_flops_are_what_torch_counts():
 
 def test_peaks():
     assert estimate.peak_flops("NVIDIA H100 80GB HBM3") == estimate.peak_flops("NVIDIA H200") == 989e12
-    assert estimate.peak_flops("NVIDIA H100 PCIe") == 756e12 and estimate.peak_flops("cpu") is None
+    assert estimate.peak_flops("NVIDIA H100 PCIe") == 756e12 and estimate.peak_flops("NVIDIA H100 NVL") == 835e12
+    for name in ("cpu", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert estimate.peak_flops(name) is None
 
 
 def test_numbers_shared_with_the_model():

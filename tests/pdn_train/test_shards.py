@@ -172,6 +172,14 @@ def test_a_shard_that_changes_under_a_reader_is_an_error(tmp_path, make_shards, 
         shards.read(8000, 9000)
 
 
+def test_reads_that_come_in_pieces_are_joined(tmp_path, documents, make_shards, monkeypatch):
+    """A pread may give fewer bytes than are there, here at most 5: two tokens and a half."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, at: pread(descriptor, min(size, 5), at))
+    shards, stream = Shards.open(make_shards(tmp_path, documents, shard_tokens=100)), _joined(documents)
+    np.testing.assert_array_equal(shards.read(0, len(stream)), stream)
+
+
 def test_reading_outside_the_stream_is_refused(tmp_path, make_shards):
     shards = Shards.open(make_shards(tmp_path, [[5] * 9]))
     for start, stop in ((-1, 2), (0, 11), (5, 4)):
@@ -267,7 +275,7 @@ def _overwrite(path: Path, offset: int, ids: list[int]) -> None:
     ],
 )
 def test_faults_of_the_contents(tmp_path, make_shards, monkeypatch, ids, at_end, messages):
-    monkeypatch.setattr(format_, "BLOCK", 8)
+    monkeypatch.setattr(format_, "READ_SIZE", 8)
     make_shards(tmp_path, [[5] * 9] * 2)
     _overwrite(tmp_path / "000000.bin", 38 if at_end else 0, ids)
     manifest = read_manifest(tmp_path)
