@@ -1,4 +1,4 @@
-"""The reference against hand-written matrices, and the paper's exact statements: Theorem 3.1 and the counterexample of App. C.2.
+"""The reference against hand-written matrices, and arXiv:2604.21100's exact statements: Theorem 3.1, App. C.2's counterexample.
 
 Judges, in fp64: dense transition matrices and ridge regression, written here without the package's helpers.
 """
@@ -71,7 +71,7 @@ def test_plain_recurrence_is_the_dense_transition(decay):
 
 
 def write_keys(form, k, prior, a, beta, alpha, m, x=1.5, eps=1e-6):
-    """PAPER sections 1 and 5, token by token in plain arithmetic; alpha [T], one a token."""
+    """docs/paper.md, sections 1 and 5, token by token in plain arithmetic; alpha [T], one a token."""
     out = []
     for t in range(T):
         if form == "unstable_atk":
@@ -123,7 +123,7 @@ def test_intervals(interval, low, middle, high):
 
 
 def test_write_eigenvalue_stays_in_the_unit_disk():
-    """I - beta w k^T has the one eigenvalue 1 - beta k.w beside ones; with beta x <= 2 it lies in [-1, 1] (PAPER section 1)."""
+    """I - beta w k^T has the one eigenvalue 1 - beta k.w beside ones; with beta x <= 2 it lies in [-1, 1] (docs/paper.md, section 1)."""
     k = keys()
     prior, a = history(-uniform(T), uniform(T, seed=2), k)
     w = write_keys("squashed", k, prior, a, torch.ones(T), torch.ones(T), m=-0.2, x=2.0)
