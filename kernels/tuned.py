@@ -1,7 +1,8 @@
 """Block sizes of the Triton stages: a dated table, no tuning at run time.
 
-A row is found by stage, by the bytes of one row of the key, which decide what fits into shared memory and registers, and for the scans by
-the number of programs that would each have all value channels. The last row of a stage is its default.
+A row is found by stage, by the size of the inputs' elements, by the key channels of a head, which decide what fits into shared memory and
+registers, and for the scans by the number of programs that would each have all value channels. The first row that fits is taken; the
+last ones of a stage fit everything.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from torch import Tensor
 
 
 class Setting(NamedTuple):
-    block: int  # value channels a program handles, at most
+    block: int  # value channels a program handles, at most; of the solve and the statistic: key channels
     warps: int
     stages: int
 
 
 class Row(NamedTuple):
-    row_bytes: int  # of a key of one head, at most
+    itemsize: int  # bytes of an element of q, k, v
+    key: int  # channels, at most
     programs: int  # at most
     setting: Setting
 
@@ -27,20 +29,35 @@ ANY = 1 << 40
 
 # Guesses, not yet measured
 TABLE: dict[str, tuple[Row, ...]] = {
-    "statistic": (Row(256, ANY, Setting(64, 4, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
-    "solve": (Row(256, ANY, Setting(64, 4, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
-    "scan": (Row(256, ANY, Setting(64, 4, 1)), Row(512, ANY, Setting(32, 4, 1)), Row(ANY, ANY, Setting(16, 4, 1))),
-    "states": (Row(256, ANY, Setting(64, 4, 1)), Row(512, ANY, Setting(32, 4, 1)), Row(ANY, ANY, Setting(16, 4, 1))),
-    "scan_backward": (Row(256, ANY, Setting(64, 4, 1)), Row(512, ANY, Setting(32, 4, 1)), Row(ANY, ANY, Setting(16, 4, 1))),
-    "gradients": (Row(256, ANY, Setting(128, 8, 1)), Row(512, ANY, Setting(64, 8, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
-    "statistic_backward": (Row(256, ANY, Setting(64, 4, 1)), Row(ANY, ANY, Setting(32, 8, 1))),
+    "statistic": (Row(2, 128, ANY, Setting(0, 4, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
+    "solve": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "scan": (
+        Row(2, 128, ANY, Setting(128, 8, 2)),
+        Row(2, ANY, ANY, Setting(32, 8, 1)),
+        Row(4, 128, ANY, Setting(16, 4, 1)),
+        Row(4, ANY, ANY, Setting(16, 8, 1)),
+    ),
+    "states": (
+        Row(2, 128, ANY, Setting(128, 8, 2)),
+        Row(2, ANY, ANY, Setting(32, 8, 1)),
+        Row(4, 128, ANY, Setting(16, 4, 1)),
+        Row(4, ANY, ANY, Setting(16, 8, 1)),
+    ),
+    "scan_backward": (
+        Row(2, 128, ANY, Setting(128, 8, 2)),
+        Row(2, ANY, ANY, Setting(32, 8, 1)),
+        Row(4, 128, ANY, Setting(16, 4, 1)),
+        Row(4, ANY, ANY, Setting(16, 8, 1)),
+    ),
+    "gradients": (Row(2, 128, ANY, Setting(128, 8, 1)), Row(2, ANY, ANY, Setting(64, 8, 1)), Row(4, ANY, ANY, Setting(32, 8, 1))),
+    "statistic_backward": (Row(2, 128, ANY, Setting(64, 4, 1)), Row(2, ANY, ANY, Setting(32, 8, 1)), Row(4, ANY, ANY, Setting(32, 8, 1))),
 }
 
 
 def setting(stage: str, k: Tensor, programs: int = 0) -> Setting:
     """The setting of a stage for keys k [..., K]."""
-    width = k.shape[-1] * k.element_size()
+    itemsize, key = k.element_size(), k.shape[-1]
     for row in TABLE[stage]:
-        if width <= row.row_bytes and programs <= row.programs:
+        if itemsize == row.itemsize and key <= row.key and programs <= row.programs:
             return row.setting
-    raise KeyError(f"no row of {stage} fits keys of {width} bytes and {programs} programs: the last row of a stage must fit all")
+    raise KeyError(f"no row of {stage} fits {key} channels of {itemsize} bytes and {programs} programs: the last rows must fit all")
