@@ -29,6 +29,7 @@ from pdn_train.files import write_whole
 
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 120
+DYING_SECONDS = 3
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,9 @@ class Lease:
 
     def acquire(self) -> None:
         """Take the folder. Raises RunDirError naming the owner where another job holds it."""
-        owner = _read_lease(self._file)
+        deadline = time.monotonic() + DYING_SECONDS
+        while (owner := _read_lease(self._file)) is not None and not self._may_replace(owner) and time.monotonic() < deadline:
+            time.sleep(0.1)  # an owner that was just killed may still be writing its last block
         if owner is not None:
             if not self._may_replace(owner):
                 silent = time.time() - owner.get("time", 0)
