@@ -30,17 +30,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kernels.cross_entropy import IGNORED
 from pdn_train.shards import MANIFEST, Manifest, ShardError, Shards
 
 BLOCK = 1000  # positions within which a mixture is exact; also the finest share, 1/1000
 ROUNDS = 6  # of the Feistel network; 4 give a pseudorandom permutation (Luby and Rackoff, 1988)
-IGNORE = -100  # a label that is no target
 AHEAD = 2  # steps that `Loader.steps` prepares in advance
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `targets` counts the labels that are not IGNORE; `cu_seqlens` stays on the host."""
+    """One micro-batch. `targets` counts the labels that are not IGNORED; `cu_seqlens` stays on the host."""
 
     input_ids: torch.Tensor  # [B, T] int64
     labels: torch.Tensor  # [B, T] int64, already shifted
@@ -54,8 +54,8 @@ class Batch:
     def first_rows(self, count: int, seq_len: int) -> Batch:
         """The batch with the targets of its first `count` samples only."""
         labels = self.labels.clone()
-        labels.view(-1)[count * seq_len :] = IGNORE
-        return replace(self, labels=labels, targets=int((labels != IGNORE).sum()))
+        labels.view(-1)[count * seq_len :] = IGNORED
+        return replace(self, labels=labels, targets=int((labels != IGNORED).sum()))
 
     def pinned(self) -> Batch:
         """The batch with ids and labels in page-locked memory, for a copy to the GPU that does not wait."""
@@ -311,7 +311,7 @@ class Loader:
         if not self.reset_at_documents:
             return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), None, labels.size)
         ends = inputs == self.samples.eos_id
-        labels[ends] = IGNORE  # the first token of the next document is not to be guessed from this one
+        labels[ends] = IGNORED  # the first token of the next document is not to be guessed from this one
         flat = (torch.from_numpy(a.reshape(1, -1)) for a in (inputs, labels))  # [1, B L] each
         return Batch(*flat, torch.from_numpy(sequence_starts(ends)), int(labels.size - ends.sum()))
 

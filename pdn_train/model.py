@@ -10,8 +10,7 @@ The model knows no rank, no ZeRO and no optimizer. Two things are shaped by ZeRO
 `forward` of the module that owns it: no module reads another one's parameters, and the tied matrix is owned twice, by `Embedding` and by
 `Head` (one tensor, two names).
 
-What it costs: `forward` with labels never holds more than _CHUNK_LOGITS logits at once (256 MiB in fp32). From forward to backward it keeps
-the gradients of the hidden states and of the head's matrix instead of any logits: the head's three products are run once each.
+What it costs in memory: `kernels.cross_entropy` for the head, `pdn_train.recompute` for the blocks.
 """
 
 from __future__ import annotations
@@ -24,19 +23,17 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from kernels.chunk import Preconditioner, State, delta_rule
 from kernels.conv import short_conv, short_conv_step
+from kernels.cross_entropy import summed_cross_entropy
 from kernels.decode import step
 from kernels.norm import gated_rms_norm, rms_norm
+from kernels.operands import computation_dtype
+from pdn_train import recompute
 from pdn_train.config import ModelConfig
 
 CONV_WIDTH = 4
-IGNORED = -100  # a label that asks for nothing
-_CHUNK_LOGITS = 2**26  # logits the loss holds at once
-_PRODUCT = torch.ops.aten.mm.default  # what a Linear runs; the recurrence's products are batched ones
 
 
 class Gates(NamedTuple):
@@ -98,7 +95,9 @@ class Mixer(nn.Module):
         y       = RMSNorm(o) W_o                        with channel decay (RMSNorm(o) * sigmoid(x W_down' W_up' + bias)) W_o
 
     W_b, W_a, W_down and so on are one matrix, `gate_proj`, whose columns `gate_columns` names in order: one product reads x for all.
-    Gates are computed in fp32 (fp64 in an fp64 model): a log decay near 0, rounded to bf16, would forget a long context wrongly.
+    Gates are computed in fp32 (fp64 in an fp64 model): a log decay near 0, rounded to bf16, would forget a long context wrongly. Their
+    parameters (A_log, dt_bias, center and the preconditioner's) are weights like any other: in a bf16 model they are bf16, rounded from
+    the optimizer's fp32 masters, and the gates are computed in fp32 from the rounded values.
     """
 
     def __init__(self, config: ModelConfig):
@@ -259,23 +258,19 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
             return F.linear(hidden, self.weight)
-        return SummedCrossEntropy.apply(hidden.flatten(0, -2), self.weight, labels.flatten(), torch.is_grad_enabled())
+        return summed_cross_entropy(hidden.flatten(0, -2), self.weight, labels.flatten())
 
 
 class LanguageModel(nn.Module):
     """The whole model. Its parameters hold nothing meaningful before `init_weights` or `load_state_dict`.
 
-    activation_checkpoint trades time for memory, with the same gradients bit for bit:
-        none        everything the backward pass needs is kept
-        block       each block keeps its input and is run again, whole, in the backward pass
-        selective   a block keeps its input and the products of its Linear layers; norms, convolution, gates, activation functions and the
-                    recurrence are run again
+    activation_checkpoint trades time for memory block by block, with the same gradients bit for bit; the modes: `pdn_train.recompute`.
     """
 
     def __init__(self, config: ModelConfig, activation_checkpoint: Literal["none", "block", "selective"] = "none"):
         super().__init__()
-        if activation_checkpoint not in _RUN_BLOCK:
-            raise ValueError(f"activation_checkpoint={activation_checkpoint!r}: choose one of {', '.join(_RUN_BLOCK)}")
+        if activation_checkpoint not in recompute.RUN:
+            raise ValueError(f"activation_checkpoint={activation_checkpoint!r}: choose one of {', '.join(recompute.RUN)}")
         self.config = config
         self.activation_checkpoint = activation_checkpoint
         self.embedding = Embedding(config)
@@ -291,9 +286,9 @@ class LanguageModel(nn.Module):
         With labels [B, T] int64: the sum of the cross-entropy over labels != -100, in nats, an fp32 scalar (fp64 for an fp64 model), 0
         when all are -100. Divide it by the targets of the whole step. With cu_seqlens [N + 1], B is 1 and N sequences lie side by side.
         """
-        x = self.embedding(input_ids)
+        x, run = self.embedding(input_ids), recompute.RUN[self.activation_checkpoint]
         for block in self.blocks:
-            x = _RUN_BLOCK[self.activation_checkpoint](block, x, cu_seqlens)
+            x = run(block, x, cu_seqlens)
         return self.head(self.norm(x), labels)
 
     def prefill(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Cache]:
@@ -356,8 +351,7 @@ def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """fp32, or fp64 where it is already."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(computation_dtype(x))
 
 
 def _gate_columns(config: ModelConfig) -> dict[str, int]:
@@ -373,109 +367,3 @@ def _gate_columns(config: ModelConfig) -> dict[str, int]:
     if config.preconditioned and not config.tie_gates:
         columns["precond_gain"] = heads
     return columns
-
-
-def _run_plainly(block: Block, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return block(x, cu_seqlens)
-
-
-def _run_again(block: Block, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return checkpoint(block, x, cu_seqlens, use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
-
-
-def _run_between_products(block: Block, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return checkpoint(block, x, cu_seqlens, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_products)
-
-
-def _keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """What `checkpoint` enters in the forward pass and when it runs a block again: the first keeps each product, the second hands it back.
-
-    torch's own create_selective_checkpoint_contexts counts every operator and stops at one that the forward pass did not run. ZeRO-3
-    gathers and frees parameters at other moments when a block runs again, so only the products may be counted.
-    """
-    kept: list[Tensor] = []
-    return _Keep(kept), _HandBack(kept)
-
-
-class _Keep(TorchDispatchMode):
-    def __init__(self, kept: list[Tensor]):
-        super().__init__()
-        self.kept, self.places = kept, set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        changed = args[0] if op._schema.is_mutable and args else None
-        if isinstance(changed, Tensor) and _place(changed) in self.places:
-            raise RuntimeError(f"{op} changes in place a product {list(changed.shape)} that selective checkpointing keeps")
-        out = op(*args, **(kwargs or {}))
-        if op is _PRODUCT:
-            self.kept.append(out.detach())
-            self.places.add(_place(out))
-        return out
-
-
-class _HandBack(TorchDispatchMode):
-    def __init__(self, kept: list[Tensor]):
-        super().__init__()
-        self.kept = kept
-
-    def __enter__(self):
-        self.next = iter(self.kept)
-        return super().__enter__()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        return next(self.next).detach() if op is _PRODUCT else op(*args, **(kwargs or {}))
-
-
-def _place(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-_RUN_BLOCK = {"none": _run_plainly, "block": _run_again, "selective": _run_between_products}
-
-
-class SummedCrossEntropy(torch.autograd.Function):
-    """L = sum over rows i with label y_i != -100 of log sum_j exp(h_i . w_j) - h_i . w_{y_i}, softmax in fp32, a chunk of rows at a time.
-
-        dL/dh_i = sum_j (softmax_ij - [j = y_i]) w_j        dL/dw_j = sum_i (softmax_ij - [j = y_i]) h_i
-
-    The forward pass forms both while it has a chunk's logits, and the backward pass scales them by the incoming scalar: the logits are
-    computed once and never kept.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool) -> Tensor:
-        # hidden [N, D], weight [vocab, D], labels [N]
-        loss = torch.zeros((), dtype=_wide(hidden[:0]).dtype, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if with_gradients else None
-        grad_weight = torch.zeros_like(weight, dtype=loss.dtype) if with_gradients else None
-        rows = max(1, _CHUNK_LOGITS // weight.shape[0])
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            chunk_loss, grad_logits = _chunk_cross_entropy(hidden[part], weight, labels[part], with_gradients)
-            loss += chunk_loss
-            if with_gradients:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-                grad_weight += grad_logits.t() @ hidden[part]
-        if with_gradients:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The scalar stays fp32: 1 / targets rounded to bf16 would scale the whole gradient by up to 0.4 %.
-        return *((_wide(saved) * grad).to(saved.dtype) for saved in ctx.saved_tensors), None, None
-
-
-def _chunk_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of some rows and, if asked for, its gradient to their logits [n, vocab] in hidden's dtype."""
-    logits = _wide(hidden @ weight.t())  # [n, vocab]
-    valid = labels != IGNORED
-    target = labels.where(valid, 0)[:, None]  # [n, 1]
-    total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [n, 1]
-    loss = (total - logits.gather(1, target))[:, 0].masked_fill(~valid, 0).sum()
-    if not with_gradients:
-        return loss, None
-    softmax = logits.sub_(total).exp_()
-    softmax.scatter_add_(1, target, softmax.new_full(target.shape, -1.0))
-    return loss, softmax.mul_(valid[:, None]).to(hidden.dtype)

@@ -8,7 +8,6 @@ import pytest
 
 from kernels.recurrence import RECURRENCES
 
-
 BASELINES = ["dn", "gdn", "kda"]
 
 

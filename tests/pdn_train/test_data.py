@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdn_train.data import BLOCK, IGNORE, Loader, Mixture, Permutation, check_same_tokenizer, open_samples, sequence_starts
+from kernels.cross_entropy import IGNORED
+from pdn_train.data import BLOCK, Loader, Mixture, Permutation, check_same_tokenizer, open_samples, sequence_starts
 from pdn_train.shards import ShardError, Shards
 
 EOS = 2
@@ -212,7 +213,7 @@ def test_windows_of_packed_documents(tmp_path, make_shards):
     (first,), (second,) = loader.step(0), loader.step(1)
     assert first.cu_seqlens.tolist() == [0, 2, 8, 1024] and second.cu_seqlens.tolist() == [0, 1024]
     assert first.cu_seqlens.dtype == torch.int32 and first.input_ids.shape == (1, 1024)
-    assert first.labels[0, :9].tolist() == [EOS, IGNORE, 6, 6, 6, 6, EOS, IGNORE, 7]
+    assert first.labels[0, :9].tolist() == [EOS, IGNORED, 6, 6, 6, 6, EOS, IGNORED, 7]
     assert (first.targets, second.targets) == (1022, 1024)
 
 
@@ -230,7 +231,7 @@ def test_reset_masks_exactly_the_targets_across_a_boundary(tiny_shards):
     (batch,) = Loader(samples, 4, 1, 0, 1, True).step(0)
     assert batch.input_ids.shape == (1, 2048) and (batch.input_ids == EOS).sum() > 4
     plain = torch.tensor(np.stack([samples.sample(p)[1:] for p in range(4)]).reshape(1, -1))
-    masked = batch.labels == IGNORE
+    masked = batch.labels == IGNORED
     assert torch.equal(masked, batch.input_ids == EOS) and batch.targets == 2048 - masked.sum()
     assert torch.equal(batch.labels[~masked], plain[~masked])
     ends = batch.cu_seqlens[1:-1].long() - 1

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kernels.cross_entropy import CHUNK_LOGITS
 from kernels.recurrence import RECURRENCES
 from pdn_train import config, estimate
 from pdn_train.config import ConfigError, ModelConfig
-from pdn_train.model import _CHUNK_LOGITS, CONV_WIDTH, LanguageModel
+from pdn_train.model import CONV_WIDTH, LanguageModel
 
 SHAPES = [
     {"recurrence": name, "hidden_size": 40, "num_heads": 3, "head_dim": 16, "num_layers": 2, "vocab_size": 70} for name in RECURRENCES
@@ -62,8 +63,8 @@ def test_peaks():
         assert estimate.peak_flops(name) is None
 
 
-def test_numbers_shared_with_the_model():
-    assert estimate.LOSS_LOGITS == _CHUNK_LOGITS and estimate.CONV_WIDTH == CONV_WIDTH
+def test_numbers_shared_with_model_and_loss():
+    assert estimate.LOSS_LOGITS == CHUNK_LOGITS and estimate.CONV_WIDTH == CONV_WIDTH
 
 
 # ---- memory ----

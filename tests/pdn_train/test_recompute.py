@@ -1,0 +1,105 @@
+"""Activation checkpointing runs again what it says, and changes no bit: in one process, and under ZeRO-3 on two ranks."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.recurrence import RECURRENCES
+from pdn_train import recompute
+from pdn_train.model import LanguageModel
+
+WORKER = Path(__file__).with_name("recompute_worker.py")
+
+
+@pytest.fixture
+def build(make_model):
+    """build(recurrence, mode) -> a tiny model in that mode, with the same weights in each."""
+
+    def make(recurrence: str, mode: str) -> LanguageModel:
+        plain = make_model(recurrence=recurrence)
+        model = LanguageModel(plain.config, mode)
+        model.load_state_dict(plain.state_dict())
+        return model
+
+    return make
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, 64, (2, 21), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("recurrence", list(RECURRENCES))
+def test_it_changes_no_bit(build, recurrence):
+    ids, labels = tokens(0), tokens(1)
+    starts = torch.tensor([0, 5, 6, 30, 42])
+    results = []
+    for mode in recompute.RUN:
+        model = build(recurrence, mode)
+        loss = model(ids, labels) + model(ids.view(1, -1), labels.view(1, -1), starts)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_selective_runs_no_product_again_and_block_runs_all(build):
+    """Per block and pass the six Linear products of PKDA's block; SiLU is run again by both."""
+    counts = {}
+    for mode in recompute.RUN:
+        model = build("pkda", mode)
+        with Calls() as calls:
+            model(tokens(0), tokens(1)).backward()
+        counts[mode] = calls.count
+    products = {mode: count["aten.mm.default"] for mode, count in counts.items()}
+    assert products["selective"] == products["none"]
+    assert products["block"] >= products["none"] + 2 * 6
+    for mode in ("block", "selective"):
+        assert counts[mode]["aten.silu.default"] == 2 * counts["none"]["aten.silu.default"]
+
+
+def test_nothing_is_kept_without_gradients(build):
+    with torch.no_grad():
+        assert torch.equal(build("pgdn", "selective")(tokens(0)), build("pgdn", "none")(tokens(0)))
+
+
+def test_a_kept_product_changed_in_place_is_an_error():
+    keep, _ = recompute._keep_products()
+    with keep:
+        product = torch.ones(2, 3) @ torch.ones(3, 2)
+        (product * 2).add_(1)  # another tensor: allowed
+        with pytest.raises(RuntimeError, match=r"aten.add_.Tensor changes in place a product \[4\] that"):
+            product.view(4).add_(1)
+
+
+def test_an_unknown_mode_is_refused(make_model):
+    with pytest.raises(ValueError, match="activation_checkpoint='all': choose one of none, block, selective"):
+        LanguageModel(make_model().config, "all")
+
+
+def test_it_changes_no_bit_under_zero_3():
+    """Two ranks, ZeRO-3, whole samples and packed documents: every mode has the losses and gradient norms of none."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD "))[5:])
+    whole, packed = told["none"]
+    assert abs(whole[0] - packed[0]) > 1e-3 and min(whole[1], packed[1]) > 0.1  # two different steps, with gradients
+    assert told["block"] == told["none"] and told["selective"] == told["none"]
