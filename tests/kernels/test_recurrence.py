@@ -1,4 +1,4 @@
-"""The table of recurrences: a preconditioner is all that sets a P variant apart (PAPER section 1), and the table needs no torch."""
+"""The table of recurrences: a preconditioner is all that sets a P variant apart (docs/paper.md, section 1), and it needs no torch."""
 
 import subprocess
 import sys
