@@ -150,7 +150,7 @@ def _gradients(
     q, k, w, rows, whole, h, u, dh, dx, do,  # inputs
     dq, dk, dv, dbeta, dg,  # outputs
     a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,  # the statistic's inputs and outputs
-    chunks, N, H, q_stride, k_stride, scale, log_bound, eps,
+    chunks, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -160,9 +160,9 @@ def _gradients(
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = tl.arange(0, C)
     place = (token + i).to(tl.int64) * H + head
-    beta = load_row(rows, BETA, token, count, H, N, head, C)
-    rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
-    rq = load_row(rows, QUERY_NORM, token, count, H, N, head, C)
+    beta = load_row(rows, BETA, at, C)
+    rk = load_row(rows, KEY_NORM, at, C)
+    rq = load_row(rows, QUERY_NORM, at, C)
 
     # D1 and D2, with the norms of both rows: of k_i . w_j and q_i . w_j, or k_i . k_j and q_i . k_j
     one = tl.zeros((C, C), tl.float32)
@@ -177,8 +177,8 @@ def _gradients(
     diagonal = i[:, None] == i[None, :]
     tl.store(dbeta + place, tl.sum(tl.where(diagonal, one, 0.0), 1), mask=i < count)
     if DECAY:
-        high = load_row(rows, HIGH, token, count, H, N, head, C)
-        low = load_row(rows, LOW, token, count, H, N, head, C)
+        high = load_row(rows, HIGH, at, C)
+        low = load_row(rows, LOW, at, C)
         span = spans(high, low, count, C)
     else:
         span = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
@@ -223,8 +223,8 @@ def _gradients(
             S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV)
             grad_q = tl.dot(dO, S, grad_q, input_precision=PRECISION)
             grad_k = tl.dot(dX, S, grad_k, input_precision=PRECISION)
-        grad_q *= (scale * load_row(rows, QUERY_READ, token, count, H, N, head, C))[:, None]
-        grad_k *= (-beta * load_row(rows, KEY_READ, token, count, H, N, head, C))[:, None]
+        grad_q *= (scale * load_row(rows, QUERY_READ, at, C))[:, None]
+        grad_k *= (-beta * load_row(rows, KEY_READ, at, C))[:, None]
         if DECAY:
             from_state += tl.sum(grad_q * Q.to(tl.float32) + grad_k * Key.to(tl.float32), 1)
         grad_q = tl.dot(two, W, grad_q, input_precision=PRECISION)
@@ -244,7 +244,7 @@ def _gradients(
             if DECAY:
                 passed += tl.sum(load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32) * dS.to(tl.float32))
             grad_w = tl.dot(U, dS, grad_w, input_precision=PRECISION)
-        grad_w *= (beta * load_row(rows, WRITE, token, count, H, N, head, C))[:, None]
+        grad_w *= (beta * load_row(rows, WRITE, at, C))[:, None]
         if DECAY:
             to_state += tl.sum(grad_w * W.to(tl.float32), 1)
         turned = tl.dot(tl.trans(Key), one, input_precision=PRECISION)
@@ -296,9 +296,10 @@ def backward(
     choice = setting("gradients", x.k)
     _gradients[(M * H,)](
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
-        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)),
-        BLOCK=min(64, triton.next_power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        BLOCK=min(64, triton.next_power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
+        PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)

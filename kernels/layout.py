@@ -64,7 +64,7 @@ class Solved:
     t: Tensor  # [N, H, C] -(I + L diag(beta))^-1 L in the input dtype; row: the token, column: the row in its chunk
     qw: Tensor  # [N, H, C] (qhat w^T * M) likewise, without the output's scale: zero above the diagonal
     w: Tensor | None  # [N, H, K] the write key in the input dtype; None: it is rk * k (no preconditioner)
-    rows: Tensor  # [8, H, N] fp32, numbers of each token and head: see `kernels.tiles`
+    rows: Tensor  # [M, H, 8, C] fp32, numbers of each token and head: see `kernels.tiles`
     whole: Tensor  # [M, H] fp32, exp(G_C): what a chunk leaves of the state it meets; not written without a decay
 
 

@@ -9,8 +9,10 @@ rounding to the input dtype in the products:
 
 One program a span, head and block of value channels, which do not interact. Everything is held transposed, value channels as rows (S^T,
 E^T, U^T, O^T): then each warp owns its rows throughout, every left operand is a value as it stands in registers, and every right one a
-tile as it lies in memory. 16 value channels a warp: with fewer, warps would repeat each other's work. `forward` writes o and the final states; `states` writes the
-state that each chunk meets and U, and neither reads q nor writes o.
+tile as it lies in memory. 16 value channels a warp: with fewer, warps would repeat each other's work. The tiles come by tensor
+descriptors, which take no registers for addresses and clip at the sequence's end.
+
+`forward` writes o and the final states; `states` writes the state that each chunk meets and U, and neither reads q nor writes o.
 
 Cost, D = 128, 16 bit, a token and head: forward reads q, k, v, t, qw (and w) and writes o, 1.3 (1.5) KB; states reads k, v, t (and w) and
 writes h and u, 1.4 (1.7) KB.
@@ -24,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_row, state_tiles
+from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
 from kernels.tuned import setting
 
 
@@ -32,7 +34,7 @@ from kernels.tuned import setting
 def _scan(
     q, k, v, t, qw, w, rows, whole, s_0,  # inputs
     o, s, h, u,  # outputs
-    table, N, H, q_stride, k_stride, v_stride, scale,
+    table, H, q_stride, k_stride, v_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -58,12 +60,12 @@ def _scan(
     S = tl.zeros((BV, BK), tl.float32)
     if INITIAL:
         S = tl.trans(tl.reshape(state_tiles(s_0, n, 1, H, head, K, V, BK, BV).load([0, 0, column]), [BK, BV]))
+    numbers = row_tiles(rows, first, chunks, H, head, C)
     for place in tl.range(chunks, num_stages=STAGES):
         row = place * C
-        count = tl.minimum(tokens - row, C)
-        beta = load_row(rows, BETA, token + row, count, H, N, head, C)
-        read = load_row(rows, KEY_READ, token + row, count, H, N, head, C)
-        keep = load_row(rows, WRITE, token + row, count, H, N, head, C)
+        beta = tl.reshape(numbers.load([place, BETA * C]), [C])
+        read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
+        keep = tl.reshape(numbers.load([place, WRITE * C]), [C])
         if DECAY:
             left = tl.load(whole + (first + place).to(tl.int64) * H + head)
         key = keys.load([row, 0])
@@ -76,7 +78,7 @@ def _scan(
         if STORE:
             errors.store([row, column], tl.trans(U.to(key.dtype)))
         else:
-            grown = load_row(rows, QUERY_READ, token + row, count, H, N, head, C) * scale
+            grown = tl.reshape(numbers.load([place, QUERY_READ * C]), [C]) * scale
             O = tl.dot(state, tl.trans(queries.load([row, 0])), input_precision=PRECISION) * grown[None, :]
             O = tl.dot((scale * beta[None, :] * U).to(key.dtype), tl.trans(reads.load([row, 0])), O, input_precision=PRECISION)
             outputs.store([row, column], tl.trans(O.to(key.dtype)))
@@ -109,13 +111,14 @@ def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor
 
 
 def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None, s=None, h=None, u=None) -> None:
-    (N, H, K), V = x.k.shape, x.v.shape[-1]
+    (_, H, K), V = x.k.shape, x.v.shape[-1]
     choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
     block = min(choice.block, triton.next_power_of_2(V))
     allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
         x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
-        spans, N, H, x.q.stride(0), x.k.stride(0), x.v.stride(0), x.scale,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1], DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
+        spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0), x.scale,
+        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1],
+        DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
         INITIAL=s_0 is not None, STORE=h is not None, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip

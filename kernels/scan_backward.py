@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_row, state_tiles
+from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
 from kernels.tuned import setting
 
 
@@ -42,7 +42,7 @@ def load_state(h, chunk, H, head, d, e, K: tl.constexpr, V: tl.constexpr, BK: tl
 def _scan(
     q, k, t, qw, w, rows, whole, do, ds,  # inputs
     dh, dx, ds_0,  # outputs
-    table, N, H, q_stride, k_stride, scale,
+    table, H, q_stride, k_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -70,14 +70,14 @@ def _scan(
     dS = tl.zeros((BV, BK), tl.float32)
     if FINAL:
         dS = tl.load(ds + own, mask=inside, other=0.0)
+    numbers = row_tiles(rows, first, chunks, H, head, C)
     for step in tl.range(chunks, num_stages=STAGES):
         place = chunks - 1 - step
         row = place * C
-        token, count = start + row, tl.minimum(tokens - row, C)
-        beta = load_row(rows, BETA, token, count, H, N, head, C)
-        key_read = load_row(rows, KEY_READ, token, count, H, N, head, C)
-        query_read = load_row(rows, QUERY_READ, token, count, H, N, head, C) * scale
-        left = load_row(rows, WRITE, token, count, H, N, head, C)
+        beta = tl.reshape(numbers.load([place, BETA * C]), [C])
+        key_read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
+        query_read = tl.reshape(numbers.load([place, QUERY_READ * C]), [C]) * scale
+        left = tl.reshape(numbers.load([place, WRITE * C]), [C])
         key = keys.load([row, 0])
         state = dS.to(key.dtype)
         if STORE:
@@ -115,7 +115,7 @@ def backward(
     allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
         x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
-        spans, N, H, x.q.stride(0), x.k.stride(0), x.scale,
+        spans, H, x.q.stride(0), x.k.stride(0), x.scale,
         K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
         FINAL=ds is not None, STORE=store, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import (
@@ -51,25 +52,26 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _solve_chunk(L, beta, C: tl.constexpr, PRECISION: tl.constexpr):
-    """N = (I + L diag(beta))^-1 L of a strictly lower triangular L [C, C], fp32."""
+def _solve_chunk(L, beta, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """N = (I + L diag(beta))^-1 L of a strictly lower triangular L [C, C], fp32; its products are made in DOT."""
     B: tl.constexpr = C // BLOCK
     block, row = tl.arange(0, B), tl.arange(0, BLOCK)
     own = (block[:, None] == block[None, :])[:, None, :, None]
     lower = tl.sum(tl.where(own, tl.reshape(L * beta[None, :], [B, BLOCK, B, BLOCK]), 0.0), 2)  # [B, 16, 16] the diagonal blocks
-    inverse = tl.where((row[:, None] == row[None, :])[None], 1.0, 0.0) + lower * 0.0
-    for j in tl.static_range(BLOCK - 1):  # rows below j lose their part of row j
-        column = tl.sum(tl.where((row == j)[None, None, :], lower, 0.0), 2)
-        solved = tl.sum(tl.where((row == j)[None, :, None], inverse, 0.0), 1)
-        inverse -= column[:, :, None] * solved[:, None, :]
-    D = tl.reshape(tl.where(own, inverse[:, :, None, :], 0.0), [C, C])
-    Y = tl.dot(D, L, input_precision=PRECISION)
+    r, c = row[None, :, None], row[None, None, :]
+    D = tl.where(r == c, 1.0, tl.where((r == c + 1) & (r % 2 == 1), -lower, 0.0))
+    for level in tl.static_range(1, 4):  # from blocks of 2, 4, 8 to the next size
+        corner = ((r >> level + 1) == (c >> level + 1)) & ((r >> level) > (c >> level))
+        half = tl.dot(tl.where(corner, lower, 0.0).to(DOT), D.to(DOT), input_precision=PRECISION)
+        D -= tl.dot(D.to(DOT), half.to(DOT), input_precision=PRECISION)
+    D = tl.reshape(tl.where(own, D[:, :, None, :], 0.0), [C, C])
+    Y = tl.dot(D.to(DOT), L.to(DOT), input_precision=PRECISION)
     i = tl.arange(0, C)
-    E = tl.where((i // BLOCK)[:, None] > (i // BLOCK)[None, :], Y * beta[None, :], 0.0)
+    E = tl.where((i // BLOCK)[:, None] > (i // BLOCK)[None, :], Y * beta[None, :], 0.0).to(DOT)
     if B > 2:
-        Y += tl.dot(tl.dot(E, E, input_precision=PRECISION), Y, input_precision=PRECISION)
+        Y = tl.dot(tl.dot(E, E, input_precision=PRECISION).to(DOT), Y.to(DOT), Y, input_precision=PRECISION)
     if B > 1:
-        Y -= tl.dot(E, Y, input_precision=PRECISION)
+        Y -= tl.dot(E, Y.to(DOT), input_precision=PRECISION)
     return Y
 
 
@@ -87,21 +89,30 @@ def _norms(x, token, count, stride, head, K: tl.constexpr, BK: tl.constexpr, BD:
 
 
 @triton.jit
+def _log2(x, DOT: tl.constexpr):
+    """log2 of x [C, BD] fp32: one instruction, right to 2^-22, where 16-bit inputs allow it; a dozen else."""
+    if tl.float32 == DOT:
+        return tl.log2(x)
+    return libdevice.fast_log2f(x)
+
+
+@triton.jit
 def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """w [C, BD] fp32 = b * khat for some channels, from k [C, BD], decayed [C, C] = M_p below the diagonal and a [C, BD] = exp(P) a_start."""
+    """w [C, BD] fp32 = b * khat for some channels, from k [C, BD], M_p below the diagonal [C, C] and a [C, BD] = exp(P) a_start."""
     gained = (c * rk * rk)[:, None] * k * k
     a = tl.dot(decayed.to(DOT), gained.to(DOT), a + gained, input_precision=PRECISION)
-    r = tl.log(a + eps) - center
-    return tl.exp2(-LOG2E * log_bound * (r / (1.0 + tl.abs(r)))) * rk[:, None] * k
+    r = _log2(a + eps, DOT) * (1.0 / LOG2E) - center
+    slope = tl.rsqrt(1.0 + tl.abs(r))  # a division takes several instructions, as a logarithm in another base would
+    return tl.exp2(r * slope * slope * (-LOG2E * log_bound)) * rk[:, None] * k
 
 
 @triton.jit
 def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
     t, qw, w, rows, whole,  # outputs
-    chunks, N, H, q_stride, k_stride, log_bound, eps,
+    chunks, H, q_stride, k_stride, log_bound, eps,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above, the channels in blocks of BD."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -131,28 +142,28 @@ def _solve(
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
         qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
     gate = load_gate(beta, token, count, H, head, C)
-    store_row(rows, gate, BETA, token, count, H, N, head, C)
-    store_row(rows, rk, KEY_NORM, token, count, H, N, head, C)
-    store_row(rows, rq, QUERY_NORM, token, count, H, N, head, C)
+    store_row(rows, gate, BETA, at, count, C)
+    store_row(rows, rk, KEY_NORM, at, count, C)
+    store_row(rows, rq, QUERY_NORM, at, count, C)
     if DECAY:
         high, low = cumulate(load_gate(decay, token, count, H, head, C))
         end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
         grown = tl.exp2(high + low)
         tl.store(whole + at, tl.exp2(end + end_low))
-        store_row(rows, high, HIGH, token, count, H, N, head, C)
-        store_row(rows, low, LOW, token, count, H, N, head, C)
-        store_row(rows, rk * grown, KEY_READ, token, count, H, N, head, C)
-        store_row(rows, rq * grown, QUERY_READ, token, count, H, N, head, C)
-        store_row(rows, lacks * tl.exp2((end - high) + (end_low - low)), WRITE, token, count, H, N, head, C)
+        store_row(rows, high, HIGH, at, count, C)
+        store_row(rows, low, LOW, at, count, C)
+        store_row(rows, rk * grown, KEY_READ, at, count, C)
+        store_row(rows, rq * grown, QUERY_READ, at, count, C)
+        store_row(rows, lacks * tl.exp2((end - high) + (end_low - low)), WRITE, at, count, C)
         mask = spans(high, low, count, C) * lacks[None, :]
     else:
-        store_row(rows, rk, KEY_READ, token, count, H, N, head, C)
-        store_row(rows, rq, QUERY_READ, token, count, H, N, head, C)
-        store_row(rows, lacks, WRITE, token, count, H, N, head, C)
+        store_row(rows, rk, KEY_READ, at, count, C)
+        store_row(rows, rq, QUERY_READ, at, count, C)
+        store_row(rows, lacks, WRITE, at, count, C)
         mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
     store_tile(qw, qw_ * mask * rq[:, None], token, count, H * C, head, 0, C, C, C)
     L = tl.where(i[:, None] > i[None, :], kw * mask * rk[:, None], 0.0)
-    store_tile(t, -_solve_chunk(L, gate, C, PRECISION), token, count, H * C, head, 0, C, C, C)
+    store_tile(t, -_solve_chunk(L, gate, C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
@@ -160,15 +171,16 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     (N, H, K), C = x.k.shape, layout.chunk
     t, qw = x.k.new_empty(2, N, H, C)
     w = None if x.forget is None else x.k.new_empty(N, H, K)
-    numbers = torch.empty(KINDS * H * N + len(layout.chunks) * H, dtype=torch.float32, device=x.k.device)
-    rows, whole = numbers[: KINDS * H * N].view(KINDS, H, N), numbers[KINDS * H * N :].view(-1, H)
-    choice = setting("solve", x.k)
-    _solve[(len(layout.chunks) * H,)](
+    M, kinds = len(layout.chunks), KINDS.value
+    numbers = torch.empty(M * H * (kinds * C + 1), dtype=torch.float32, device=x.k.device)
+    rows, whole = numbers[: M * H * kinds * C].view(M, H, kinds, C), numbers[M * H * kinds * C :].view(M, H)
+    choice, wide = setting("solve", x.k), x.k.dtype == torch.float32
+    _solve[(M * H,)](
         x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
-        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.log_bound, x.eps,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.log_bound, x.eps,
         K=K, BK=triton.next_power_of_2(K), BD=min(choice.block, triton.next_power_of_2(K)), C=C,
         DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
-        NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16,
-        num_warps=choice.warps, num_stages=choice.stages,
+        NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
+        SOLVE=tl.float16 if x.normalize and not wide else tl.float32, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return Solved(t, qw, w, rows, whole)

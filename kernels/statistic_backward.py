@@ -69,7 +69,7 @@ def _chain(
 def _finish(
     k, rows, forget, gain, a_start, d_end, forget_part, gain_part,  # inputs
     dk, dforget, dgain,  # outputs; dk holds the chunk's own part
-    chunks, N, H, k_stride,
+    chunks, H, k_stride,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above. One program a chunk and head."""
@@ -81,7 +81,7 @@ def _finish(
     grad = load_tile(dk, token, count, H * K, head, 0, K, BK, C).to(tl.float32)
     D = tl.load(d_end + at * K + d, mask=d < K, other=0.0)
     met = tl.sum(tl.load(a_start + at * K + d, mask=d < K, other=0.0) * D)
-    rk = load_row(rows, KEY_NORM, token, count, H, N, head, C)
+    rk = load_row(rows, KEY_NORM, at, C)
     high, low = cumulate(load_gate(forget, token, count, H, head, C))
     c = load_gate(gain, token, count, H, head, C)
     end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
@@ -105,7 +105,7 @@ def backward(
 
     da [S, H, K] fp32: the gradient of the final statistic, None for zero.
     """
-    (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
+    (_, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
     part: Statistic = gradients.statistic
     d_end, da_0 = torch.empty(M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, S])
     step = max(2, min(STEP, triton.next_power_of_2(layout.longest)))
@@ -116,7 +116,7 @@ def backward(
     choice = setting("statistic_backward", x.k)
     _finish[(M * H,)](
         x.k, solved.rows, x.forget, x.gain, a_start, d_end, part.forget, part.gain, gradients.k, dforget, dgain,
-        layout.chunks, N, H, x.k.stride(0),
+        layout.chunks, H, x.k.stride(0),
         K=K, BK=triton.next_power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return dforget, dgain, part.center.sum(0), da_0

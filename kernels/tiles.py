@@ -1,6 +1,6 @@
 """What the Triton kernels share: loading tiles of a chunk, and the decay between its rows.
 
-`rows` [8, H, N] fp32 holds one number a token and head, each kind contiguous over tokens, so that a loop over chunks can prefetch it:
+`rows` [M, H, 8, C] fp32 holds the numbers of a chunk's tokens, by kind; zero past the chunk's rows:
 
     BETA                   beta
     KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + 1e-6), or 1 where q and k are not normalised
@@ -27,7 +27,7 @@ BETA = tl.constexpr(4)
 KEY_READ = tl.constexpr(5)
 QUERY_READ = tl.constexpr(6)
 WRITE = tl.constexpr(7)
-KINDS = 8
+KINDS = tl.constexpr(8)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -83,6 +83,13 @@ def state_tiles(h, first, chunks, H, head, R: tl.constexpr, D: tl.constexpr, BR:
 
 
 @triton.jit
+def row_tiles(rows, first, chunks, H, head, C: tl.constexpr):
+    """A descriptor of [1, C] tiles of one sequence and head of `rows`: a kind of chunk c of the sequence is at (c, kind * C)."""
+    base = rows + (first.to(tl.int64) * H + head) * (KINDS * C)
+    return tl.make_tensor_descriptor(base, shape=[chunks, KINDS * C], strides=[H * KINDS * C, 1], block_shape=[1, C])
+
+
+@triton.jit
 def load_gate(x, token, count, H, head, C: tl.constexpr):
     """[C] fp32: a gate x [N, H] of one head; zero past the chunk's rows."""
     i = tl.arange(0, C)
@@ -90,16 +97,15 @@ def load_gate(x, token, count, H, head, C: tl.constexpr):
 
 
 @triton.jit
-def load_row(rows, kind, token, count, H, N, head, C: tl.constexpr):
-    """[C] fp32: one kind of `rows` [8, H, N] for one head; zero past the chunk's rows."""
-    i = tl.arange(0, C)
-    return tl.load(rows + ((head + kind * H).to(tl.int64) * N + token) + i, mask=i < count, other=0.0)
+def load_row(rows, kind, at, C: tl.constexpr):
+    """[C] fp32: one kind of `rows` [M, H, 8, C]; at: chunk * H + head, 64 bits."""
+    return tl.load(rows + (at * KINDS + kind) * C + tl.arange(0, C))
 
 
 @triton.jit
-def store_row(rows, values, kind, token, count, H, N, head, C: tl.constexpr):
+def store_row(rows, values, kind, at, count, C: tl.constexpr):
     i = tl.arange(0, C)
-    tl.store(rows + ((head + kind * H).to(tl.int64) * N + token) + i, values, mask=i < count)
+    tl.store(rows + (at * KINDS + kind) * C + i, tl.where(i < count, values, 0.0))
 
 
 @triton.jit

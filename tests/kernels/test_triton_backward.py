@@ -47,8 +47,8 @@ def forward(case, bounds, C):
     flat = {n: x.flatten(0, 1).transpose(0, 1) for n, x in t.items() if n not in ("m", "s", "a")}  # [H, N, ...]
     scale, H, K, V = t["q"].shape[-1] ** -0.5, *t["q"].shape[2:], t["v"].shape[-1]
     N = bounds[-1]
-    got = {"t": torch.zeros(N, H, C), "qw": torch.zeros(N, H, C), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V), "rows": torch.zeros(8, H, N)}
-    got |= {n: [] for n in ("h", "a_start", "whole")}
+    got = {"t": torch.zeros(N, H, C), "qw": torch.zeros(N, H, C), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V)}
+    got |= {n: [] for n in ("h", "a_start", "whole", "rows")}
     states, xs, loss = [], [], 0
     for n, (start, stop) in enumerate(pairwise(bounds)):
         s = t["s"][n] if "s" in t else torch.zeros(H, K, V, dtype=torch.float64, requires_grad=True)
@@ -70,13 +70,13 @@ def forward(case, bounds, C):
             rk, rq = (flat[name][:, i:j].square().sum(-1).add(1e-6).rsqrt() for name in ("k", "q"))
             lacks = G[:, -1:] - G + (0 if "p" in t else rk.log2())
             numbers = [rk, rq, G, G - G.float().double(), beta, rk * G.exp2(), rq * G.exp2(), lacks.exp2()]
-            got["rows"][:, :, i:j] = torch.stack(numbers).detach()
+            got["rows"].append(torch.nn.functional.pad(torch.stack(numbers, 1).detach(), (0, C - (j - i))))  # [H, 8, C]
             got["whole"].append(G[:, -1].exp2().detach())
             states.append(s)
             xs.append(x)
             loss = loss + (o.transpose(0, 1) * case.weights["o"].flatten(0, 1)[i:j]).sum()
         loss = loss + (s * case.weights["s"][n]).sum() + (0 if "p" not in t else (a * case.weights["a"][n]).sum())
-    got["whole"] = torch.stack(got["whole"])
+    got["whole"], got["rows"] = torch.stack(got["whole"]), torch.stack(got["rows"])
     got["h"], got["a_start"] = torch.stack(got["h"]).mT.detach(), torch.stack(got["a_start"]).detach()
     initial = [t["s"]] if "s" in t else []
     grads = torch.autograd.grad(loss, [*states, *xs, *initial])
