@@ -2,8 +2,8 @@
 
     python -m pdn_train.evaluate RUN_OR_EXPORT [--tasks ppl] [--data DIR] [--samples N] [--micro-batch N] [--output FILE]
 
-The result is printed as JSON, alone on stdout, and written to RUN_OR_EXPORT/eval.json or FILE. Task ppl reads samples of a shard folder (by
-default the run's data.val_path) in the order of the stream, as the model was trained to: same length, same treatment of documents.
+The result is printed as JSON, alone on stdout, then written to RUN_OR_EXPORT/eval.json or FILE. Task ppl reads samples of a shard folder
+(by default the run's data.val_path) in the order of the stream, as the model was trained to: same length, same treatment of documents.
 
     loss             sum of the cross-entropy over all targets / their number, in nats: every target weighs the same, whatever its batch
     perplexity       exp(loss)
@@ -27,13 +27,11 @@ import torch
 from pdn_train.checkpoint import CheckpointError
 from pdn_train.config import ConfigError
 from pdn_train.data import Batch, Loader, Samples, open_samples
-from pdn_train.export import Source, WeightsError, find, load_model
 from pdn_train.files import write_whole
 from pdn_train.model import LanguageModel
 from pdn_train.shards import ShardError
 from pdn_train.tokenizer import Tokenizer, TokenizerError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from pdn_train.weights import DTYPES, Source, WeightsError, find, load_model
 
 
 class EvaluationError(ValueError):
@@ -81,6 +79,9 @@ def perplexity(subject: Subject, options: Options) -> dict:
     folder = options.data or settings.get("val_path")
     if folder is None:
         raise EvaluationError(f"{subject.source.folder} has no data.val_path; name a folder of shards with --data")
+    for key in ("seq_len", "reset_at_documents"):
+        if key not in settings:
+            raise EvaluationError(f"{subject.source.folder} has no data.{key}, as the model was trained; add it to its config.yaml")
     samples = open_samples(folder, settings["seq_len"], 0, subject.model.config.vocab_size, sequential=True)
     _check_tokenizer(subject.tokenizer, samples, folder)
     count = len(samples) if options.samples is None else options.samples
@@ -128,9 +129,20 @@ def evaluate(path: str | Path, tasks: list[str], options: Options) -> dict:
     if options.micro_batch < 1:
         raise EvaluationError(f"--micro-batch {options.micro_batch} is below 1")
     source = find(path)
-    model, tokenizer = load_model(source.folder, options.device, DTYPES[options.precision], options.kernel)
+    model, tokenizer = load_model(source, options.device, DTYPES[options.precision], options.kernel)
     subject = Subject(model, tokenizer, source)
     return {"weights": str(source.folder), "precision": options.precision, **{task: TASKS[task](subject, options) for task in tasks}}
+
+
+def tell(result: str, file: Path) -> int:
+    """Print a result, then write it; returns the exit code. What took long to compute is on stdout even where the file cannot be."""
+    print(result, flush=True)
+    try:
+        write_whole(file, (result + "\n").encode())
+    except OSError as error:
+        print(f"error: the result is printed but not in {file}: {error.strerror}; name another with --output", file=sys.stderr)
+        return 1
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,10 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     except (EvaluationError, WeightsError, CheckpointError, ConfigError, ShardError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    text = json.dumps(result, indent=2)
-    write_whole(a.output or Path(a.model) / "eval.json", (text + "\n").encode())
-    print(text)
-    return 0
+    return tell(json.dumps(result, indent=2), Path(a.output or Path(a.model) / "eval.json"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,17 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's own entries: only then is a rename in it on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def sync_contents(folder: Path) -> None:
+    """Flush a folder's files and its entries."""
+    for path in [*folder.iterdir(), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from pdn_train.checkpoint import CheckpointError
 from pdn_train.config import ConfigError
-from pdn_train.evaluate import DTYPES
-from pdn_train.export import WeightsError, load_model
 from pdn_train.model import LanguageModel
 from pdn_train.tokenizer import TokenizerError
+from pdn_train.weights import DTYPES, WeightsError, load_model
 
 
 class GenerationError(ValueError):

@@ -24,7 +24,6 @@ from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.evaluate import evaluate_loss
-from pdn_train.export import WeightsError, load_into, load_weights
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
 from pdn_train.optim import learning_rate
@@ -32,6 +31,7 @@ from pdn_train.profiling import Profiler
 from pdn_train.rundir import Lease, RunDir, RunDirError
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest
+from pdn_train.weights import WeightsError, load_into, load_weights
 from pdn_train.world import Disagreement, World
 
 log = logging.getLogger("pdn_train")

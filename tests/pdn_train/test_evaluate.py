@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -109,6 +112,32 @@ def test_refusals(run, capsys, arguments, message):
     said = capsys.readouterr()
     assert said.out == "" and pytest.raises(AssertionError, match=message).matches(AssertionError(said.err))
     assert not (run[0] / "eval.json").exists()
+
+
+def test_stdout_is_the_result_alone_and_the_file_comes_second(run, capsys, tmp_path):
+    """A file that cannot be written costs the exit code, not the result."""
+    arguments = [str(run[0]), "--samples", "2", "--device", "cpu", "--output", str(tmp_path / "nowhere" / "eval.json")]
+    assert evaluate.main(arguments) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ppl"]["samples"] == 2
+    assert "error: the result is printed but not in" in said.err and "nowhere/eval.json: No such file or directory" in said.err
+
+
+def test_stdout_is_json_in_a_fresh_process(run):
+    """Whatever the libraries print while they are imported: DeepSpeed warns on stdout where it finds no GPU."""
+    command = [sys.executable, "-m", "pdn_train.evaluate", str(run[0]), "--samples", "2", "--device", "cpu"]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout) == json.loads((run[0] / "eval.json").read_text())
+
+
+@pytest.mark.parametrize("key", ["seq_len", "reset_at_documents"])
+def test_an_export_that_does_not_say_how_it_was_trained_is_refused(run, tmp_path, tiny_shards, capsys, key):
+    export.export(run[0], tmp_path / "out")
+    file = tmp_path / "out" / "config.yaml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if key not in line))
+    assert evaluate.main([str(tmp_path / "out"), "--data", str(tiny_shards / "val"), "--device", "cpu"]) == 1
+    assert f"out has no data.{key}, as the model was trained; add it to its config.yaml" in capsys.readouterr().err
 
 
 def test_no_data_and_another_tokenizer_are_refused(tmp_path, make_run, make_model, make_shards, tiny_shards, capsys):

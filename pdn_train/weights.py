@@ -1,0 +1,163 @@
+"""Weights back out of a run: what lies at a path, its tensors, and a model that has them. For evaluation, generation, warm starts, exports.
+
+A path names a run folder (its newest whole checkpoint), a checkpoint folder or an export (`pdn_train.export`). A checkpoint's files are
+read against their checksums before anything is taken from them. A tied head stands under both its names, `embedding.weight` and
+`head.weight`, so that whoever reads the weights need not know of the tie.
+
+Costs one copy of the model in host memory, two while a checkpoint's ZeRO files are joined, and a read of the whole checkpoint first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pdn_train import checkpoint, config
+from pdn_train.checkpoint import CheckpointError
+from pdn_train.config import ModelConfig
+from pdn_train.model import LanguageModel
+from pdn_train.tokenizer import Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # what a model can be loaded in, by the name on the command line
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # an export's weights: one file, or the index of several
+TIED = ("embedding.weight", "head.weight")
+
+
+class WeightsError(ValueError):
+    """Weights cannot be found, read or used; the message names what and the way out."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint or an export, found by `find`."""
+
+    folder: Path
+    exported: bool  # an export, not a checkpoint
+    model: ModelConfig
+    data: dict  # the data section of its configuration; an export has seq_len and reset_at_documents of it
+    tokenizer: Path | None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, on the CPU: fp32 masters, both names of a tied head. Raises WeightsError."""
+        weights = _read_export(self.folder) if self.exported else _read_checkpoint(self.folder)
+        stored = next((name for name in TIED if name in weights), None)
+        if self.model.tie_embeddings and stored is not None:
+            weights |= {name: weights.get(name, weights[stored]) for name in TIED}
+        return weights
+
+
+def find(path: str | Path) -> Source:
+    """What lies at `path`: a run folder, a checkpoint or an export. Raises WeightsError or CheckpointError where none is whole."""
+    path = Path(path)
+    if (path / SINGLE).exists() or (path / INDEX).exists():
+        tree = _read_tree(path / "config.yaml", lambda text: config.parse(text, str(path / "config.yaml")))
+        return Source(path, True, _model_config(tree, path), tree.get("data") or {}, _if_there(path / "tokenizer.model"))
+    if (path / "checkpoints").is_dir():
+        path = checkpoint.newest(path / "checkpoints")
+        tree = _read_tree(path / "state.json", json.loads)["config"]
+    elif (path / "state.json").exists():
+        tree = _read_whole(path)["config"]
+    else:
+        raise WeightsError(
+            f"{path} is no run folder (checkpoints/ is missing), no checkpoint (state.json) and no export ({SINGLE}); name one of these"
+        )
+    return Source(path, False, _model_config(tree, path), tree["data"], _if_there(path.absolute().parent.parent / "tokenizer.model"))
+
+
+def load_weights(path: str | Path) -> dict[str, Tensor]:
+    """`Source.weights` of what lies at `path`. Raises WeightsError or CheckpointError where there are none that are whole."""
+    return find(path).weights()
+
+
+def load_into(model: LanguageModel, weights: dict[str, Tensor], source: str | Path) -> None:
+    """Copy `weights` into `model`. Raises WeightsError, changing nothing, where a name or a shape differs; `source` is named in it."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    faults = [f"{name} is missing there" for name in expected if name not in found]
+    faults += [f"{name} is not in this model" for name in found if name not in expected]
+    faults += [
+        f"{name} is {list(found[name])} there and {list(expected[name])} here"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    if not faults and model.config.tie_embeddings and not torch.equal(weights[TIED[0]], weights[TIED[1]]):
+        faults = [f"{TIED[0]} and {TIED[1]} differ there and are one tensor here (model.tie_embeddings)"]
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise WeightsError(f"the weights of {source} do not fit this model: {'; '.join(faults[:3])}{more}; its model section must agree")
+    model.load_state_dict(weights)
+
+
+def load_model(
+    path: str | Path | Source, device: torch.device | str, dtype: torch.dtype = torch.float32, kernel: str | None = None
+) -> tuple[LanguageModel, Tokenizer | None]:
+    """The model at `path` (a run, a checkpoint, an export, or what `find` found) with its weights, and its tokenizer where one lies there.
+
+    kernel: the backend to run it on; None: that of its configuration. Raises WeightsError or CheckpointError.
+    """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise WeightsError(f"device {device}: torch finds no GPU here; use the device cpu")
+    source = path if isinstance(path, Source) else find(path)
+    model = LanguageModel(source.model if kernel is None else source.model.model_copy(update={"kernel": kernel}))
+    load_into(model, source.weights(), source.folder)
+    tokenizer = None if source.tokenizer is None else Tokenizer.load(source.tokenizer)
+    return model.to(device=device, dtype=dtype).eval(), tokenizer
+
+
+def _read_export(folder: Path) -> dict[str, Tensor]:
+    if (folder / SINGLE).exists():
+        return _read_file(folder / SINGLE)
+    places = _read_tree(folder / INDEX, json.loads)["weight_map"]
+    files = {file: _read_file(folder / file) for file in sorted(set(places.values()))}
+    missing = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
+    if missing:
+        raise WeightsError(f"{folder / INDEX} names {missing[0]}, which is not there; export again")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot read {file}: {error}; export again") from error
+
+
+def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    with contextlib.redirect_stdout(sys.stderr):  # on a CPU the import itself warns on stdout, where our callers print results
+        from pdn_train.engine import gather_fp32_weights  # here, so that reading an export needs no DeepSpeed
+
+    # A frozen parameter has no master
+    return {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in gather_fp32_weights(folder).items()}
+
+
+def _read_whole(folder: Path) -> dict:
+    try:
+        return checkpoint.read_whole(folder)
+    except CheckpointError as error:
+        raise WeightsError(f"{error}; name the run folder to get its newest whole checkpoint") from error
+
+
+def _read_tree(file: Path, parse) -> dict:
+    try:
+        return parse(file.read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"cannot read {file}: {error}") from error
+
+
+def _model_config(tree: dict, path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate(tree["model"])
+    except (KeyError, ValueError) as error:
+        raise WeightsError(f"{path}: its configuration has no usable model section: {error}") from error
+
+
+def _if_there(file: Path) -> Path | None:
+    return file if file.exists() else None
