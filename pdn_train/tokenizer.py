@@ -64,12 +64,11 @@ class Tokenizer:
                 raise TokenizerError(f"token id {i} is outside the {self.vocab_size} pieces of the tokenizer {self.file}")
         return self._processor.decode(ids)
 
-    def returns(self, text: str) -> bool:
-        """Whether decode(encode(text)) is the text itself. The mark U+2581 never returns: sentencepiece spells the space with it."""
-        return self.decode(self.encode(text)) == text
-
     def check_lossless(self) -> None:
-        """Raise TokenizerError where the model rewrites text: its normaliser, space handling or unknown characters change `PROBE`."""
+        """Raise TokenizerError where the model rewrites text: its normaliser, space handling or unknown characters change `PROBE`.
+
+        One character no model gives back, U+2581: sentencepiece spells the space with it.
+        """
         back = self.decode(self.encode(PROBE))
         if back != PROBE:
             raise TokenizerError(
