@@ -223,7 +223,7 @@ def _gradients(
             S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV)
             grad_q = tl.dot(dO, S, grad_q, input_precision=PRECISION)
             grad_k = tl.dot(dX, S, grad_k, input_precision=PRECISION)
-        grad_q *= (scale * load_row(rows, QUERY_READ, at, C))[:, None]
+        grad_q *= load_row(rows, QUERY_READ, at, C)[:, None]
         grad_k *= (-beta * load_row(rows, KEY_READ, at, C))[:, None]
         if DECAY:
             from_state += tl.sum(grad_q * Q.to(tl.float32) + grad_k * Key.to(tl.float32), 1)

@@ -62,7 +62,7 @@ class Solved:
     """What the chunk-local solve hands to every later stage, and what is kept for the backward pass."""
 
     t: Tensor  # [N, H, C] -(I + L diag(beta))^-1 L in the input dtype; row: the token, column: the row in its chunk
-    qw: Tensor  # [N, H, C] (qhat w^T * M) likewise, without the output's scale: zero above the diagonal
+    qw: Tensor  # [N, H, C] scale (qhat w^T * M) likewise: zero above the diagonal
     w: Tensor | None  # [N, H, K] the write key in the input dtype; None: it is rk * k (no preconditioner)
     rows: Tensor  # [M, H, 8, C] fp32, numbers of each token and head: see `kernels.tiles`
     whole: Tensor  # [M, H] fp32, exp(G_C): what a chunk leaves of the state it meets; not written without a decay

@@ -4,7 +4,7 @@ Per chunk, with N and QW from `kernels.solve` and B = diag(beta); the state S [K
 rounding to the input dtype in the products:
 
     E = V - exp(G) khat S ;  U = E - N (B E)
-    O = scale [exp(G) qhat S + QW (B U)]
+    O = scale exp(G) qhat S + QW (B U)
     S' = exp(G_C) S + w^T (exp(G_C - G) B U)
 
 One program a span, head and block of value channels, which do not interact. Everything is held transposed, value channels as rows (S^T,
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
+from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_tile, row_tiles, state_tiles
 from kernels.tuned import setting
 
 
@@ -34,7 +34,7 @@ from kernels.tuned import setting
 def _scan(
     q, k, v, t, qw, w, rows, whole, s_0,  # inputs
     o, s, h, u,  # outputs
-    table, H, q_stride, k_stride, v_stride, scale,
+    table, H, q_stride, k_stride, v_stride,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -47,7 +47,6 @@ def _scan(
     column = block * BV
     keys = head_tiles(k, token, tokens, k_stride, head, K, BK, C)
     values = head_tiles(v, token, tokens, v_stride, head, V, BV, C)
-    solves = head_tiles(t, token, tokens, H * C, head, C, C, C)
     if PRECONDITION:
         writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
     if STORE:
@@ -55,14 +54,18 @@ def _scan(
         errors = head_tiles(u, token, tokens, H * V, head, V, BV, C)
     else:
         queries = head_tiles(q, token, tokens, q_stride, head, K, BK, C)
-        reads = head_tiles(qw, token, tokens, H * C, head, C, C, C)
         outputs = head_tiles(o, token, tokens, H * V, head, V, BV, C)
     S = tl.zeros((BV, BK), tl.float32)
     if INITIAL:
         S = tl.trans(tl.reshape(state_tiles(s_0, n, 1, H, head, K, V, BK, BV).load([0, 0, column]), [BK, BV]))
     numbers = row_tiles(rows, first, chunks, H, head, C)
+    N = load_tile(t, token, tokens, H * C, head, 0, C, C, C)
+    QW = N
+    if not STORE:
+        QW = load_tile(qw, token, tokens, H * C, head, 0, C, C, C)
     for place in tl.range(chunks, num_stages=STAGES):
-        row = place * C
+        row, after = place * C, (place + 1) * C
+        next_N = load_tile(t, token + after, tokens - after, H * C, head, 0, C, C, C)
         beta = tl.reshape(numbers.load([place, BETA * C]), [C])
         read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
         keep = tl.reshape(numbers.load([place, WRITE * C]), [C])
@@ -74,14 +77,17 @@ def _scan(
             states.store([place * H, column, 0], state[None])
         E = tl.trans(values.load([row, column])).to(tl.float32)
         E -= read[None, :] * tl.dot(state, tl.trans(key), input_precision=PRECISION)
-        U = tl.dot((beta[None, :] * E).to(key.dtype), tl.trans(solves.load([row, 0])), E, input_precision=PRECISION)
+        U = tl.dot((beta[None, :] * E).to(key.dtype), tl.trans(N), E, input_precision=PRECISION)
         if STORE:
             errors.store([row, column], tl.trans(U.to(key.dtype)))
         else:
-            grown = tl.reshape(numbers.load([place, QUERY_READ * C]), [C]) * scale
+            grown = tl.reshape(numbers.load([place, QUERY_READ * C]), [C])
             O = tl.dot(state, tl.trans(queries.load([row, 0])), input_precision=PRECISION) * grown[None, :]
-            O = tl.dot((scale * beta[None, :] * U).to(key.dtype), tl.trans(reads.load([row, 0])), O, input_precision=PRECISION)
+            next_QW = load_tile(qw, token + after, tokens - after, H * C, head, 0, C, C, C)
+            O = tl.dot((beta[None, :] * U).to(key.dtype), tl.trans(QW), O, input_precision=PRECISION)
+            QW = next_QW
             outputs.store([row, column], tl.trans(O.to(key.dtype)))
+        N = next_N
         if PRECONDITION:
             write = writes.load([row, 0])
         else:
@@ -117,7 +123,7 @@ def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None
     allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
         x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
-        spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0), x.scale,
+        spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0),
         K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1],
         DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
         INITIAL=s_0 is not None, STORE=h is not None, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,

@@ -3,7 +3,7 @@
 Per chunk, last to first, with dS' [K, V] the gradient of the state that the chunk hands on (fp32 in registers, read through its rounding
 to the input dtype in the products) and dO that of the output; QW and N are `kernels.solve`'s:
 
-    dR = scale QW^T dO + exp(G_C - G) w dS'                            the gradient of the values written, from this chunk and later ones
+    dR = QW^T dO + exp(G_C - G) w dS'                                  the gradient of the values written, from this chunk and later ones
     dX = dR - N^T (beta dR)                                            the same with what the chunk's later rows take back of them
     dS = exp(G_C) dS' + scale (exp(G) qhat)^T dO - (beta exp(G) khat)^T dX
 
@@ -42,7 +42,7 @@ def load_state(h, chunk, H, head, d, e, K: tl.constexpr, V: tl.constexpr, BK: tl
 def _scan(
     q, k, t, qw, w, rows, whole, do, ds,  # inputs
     dh, dx, ds_0,  # outputs
-    table, H, q_stride, k_stride, scale,
+    table, H, q_stride, k_stride,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -76,7 +76,7 @@ def _scan(
         row = place * C
         beta = tl.reshape(numbers.load([place, BETA * C]), [C])
         key_read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
-        query_read = tl.reshape(numbers.load([place, QUERY_READ * C]), [C]) * scale
+        query_read = tl.reshape(numbers.load([place, QUERY_READ * C]), [C])
         left = tl.reshape(numbers.load([place, WRITE * C]), [C])
         key = keys.load([row, 0])
         state = dS.to(key.dtype)
@@ -87,7 +87,7 @@ def _scan(
             write = writes.load([row, 0])
         dR = tl.dot(state, tl.trans(write), input_precision=PRECISION) * left[None, :]
         dO = outputs.load([row, column])
-        dR += scale * tl.dot(tl.trans(dO), reads.load([row, 0]), input_precision=PRECISION)
+        dR = tl.dot(tl.trans(dO), reads.load([row, 0]), dR, input_precision=PRECISION)
         dX = tl.dot((dR * beta[None, :]).to(key.dtype), solves.load([row, 0]), dR, input_precision=PRECISION)
         if STORE:
             errors.store([row, column], tl.trans(dX.to(key.dtype)))
@@ -115,7 +115,7 @@ def backward(
     allow_descriptors()
     _scan[(len(spans) * H * triton.cdiv(V, block),)](
         x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
-        spans, H, x.q.stride(0), x.k.stride(0), x.scale,
+        spans, H, x.q.stride(0), x.k.stride(0),
         K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
         FINAL=ds is not None, STORE=store, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
     rk = 1 / sqrt(sum k^2 + 1e-6) ;  khat = rk k ;  G = the cumulative log decay
     A = exp(P) a_start + M_p (c khat^2) ;  r = log(A + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s) ;  w = b khat
-    L_ij = (khat_i . w_j) exp(G_i - G_j), i > j ;  N = (I + L B)^-1 L, B = diag(beta) ;  QW_ij = (qhat_i . w_j) exp(G_i - G_j), i >= j
+    L_ij = (khat_i . w_j) exp(G_i - G_j), i > j ;  N = (I + L B)^-1 L, B = diag(beta) ;  QW_ij = scale (qhat_i . w_j) exp(G_i - G_j), i >= j
 
 with M_p the decayed mask of the statistic, P its cumulative log decay; of A's terms only the product with the strict mask is rounded, to
 bf16 where the inputs have 16 bits. First the inverse D of the
@@ -110,7 +110,7 @@ def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr,
 def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
     t, qw, w, rows, whole,  # outputs
-    chunks, H, q_stride, k_stride, log_bound, eps,
+    chunks, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
@@ -153,15 +153,15 @@ def _solve(
         store_row(rows, high, HIGH, at, count, C)
         store_row(rows, low, LOW, at, count, C)
         store_row(rows, rk * grown, KEY_READ, at, count, C)
-        store_row(rows, rq * grown, QUERY_READ, at, count, C)
+        store_row(rows, scale * rq * grown, QUERY_READ, at, count, C)
         store_row(rows, lacks * tl.exp2((end - high) + (end_low - low)), WRITE, at, count, C)
         mask = spans(high, low, count, C) * lacks[None, :]
     else:
         store_row(rows, rk, KEY_READ, at, count, C)
-        store_row(rows, rq, QUERY_READ, at, count, C)
+        store_row(rows, scale * rq, QUERY_READ, at, count, C)
         store_row(rows, lacks, WRITE, at, count, C)
         mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
-    store_tile(qw, qw_ * mask * rq[:, None], token, count, H * C, head, 0, C, C, C)
+    store_tile(qw, qw_ * mask * (scale * rq)[:, None], token, count, H * C, head, 0, C, C, C)
     L = tl.where(i[:, None] > i[None, :], kw * mask * rk[:, None], 0.0)
     store_tile(t, -_solve_chunk(L, gate, C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
 
@@ -177,7 +177,7 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     choice, wide = setting("solve", x.k), x.k.dtype == torch.float32
     _solve[(M * H,)](
         x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.log_bound, x.eps,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, BK=triton.next_power_of_2(K), BD=min(choice.block, triton.next_power_of_2(K)), C=C,
         DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,

@@ -4,7 +4,7 @@
 
     BETA                   beta
     KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + 1e-6), or 1 where q and k are not normalised
-    KEY_READ, QUERY_READ   rk exp(G), rq exp(G): what k and q lack when they read the state that the chunk meets
+    KEY_READ, QUERY_READ   rk exp(G), scale rq exp(G): what k and q lack when they read the state that the chunk meets
     WRITE                  exp(G_C - G), times rk where the write key is k itself: what it lacks when it writes the state handed on
     HIGH, LOW              G / ln 2, the inclusive cumulative log decay of the chunk, as the unevaluated sum of two floats: a difference
                            G_i - G_j keeps the digits of weak gates that follow strong ones. Not written without a decay.

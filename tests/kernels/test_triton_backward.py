@@ -64,12 +64,12 @@ def forward(case, bounds, C):
             if "p" in t:
                 w, a = write_keys(k, flat["p"][:, i:j], flat["c"][:, i:j], t["m"], a, (case.options or {}).get("bound", 1.5))
             o, s, x, negative, qw, u = chunk(k, q, w, v, beta, g, s)
-            got["t"][i:j, :, : j - i], got["qw"][i:j, :, : j - i] = (y.detach().transpose(0, 1) for y in (negative, qw / scale))
+            got["t"][i:j, :, : j - i], got["qw"][i:j, :, : j - i] = (y.detach().transpose(0, 1) for y in (negative, qw))
             got["w"][i:j], got["u"][i:j] = w.detach().transpose(0, 1), u.detach().transpose(0, 1)
             G = g.cumsum(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
             rk, rq = (flat[name][:, i:j].square().sum(-1).add(1e-6).rsqrt() for name in ("k", "q"))
             lacks = G[:, -1:] - G + (0 if "p" in t else rk.log2())
-            numbers = [rk, rq, G, G - G.float().double(), beta, rk * G.exp2(), rq * G.exp2(), lacks.exp2()]
+            numbers = [rk, rq, G, G - G.float().double(), beta, rk * G.exp2(), scale * rq * G.exp2(), lacks.exp2()]
             got["rows"].append(torch.nn.functional.pad(torch.stack(numbers, 1).detach(), (0, C - (j - i))))  # [H, 8, C]
             got["whole"].append(G[:, -1].exp2().detach())
             states.append(s)
