@@ -24,10 +24,30 @@ _read = WeakTensorKeyDictionary()  # cu_seqlens on a device -> (version, its val
 
 
 def check_backend(backend: str) -> None:
-    if backend == "triton":
-        raise ValueError("backend='triton' does not exist yet: use backend='torch' (chunks, any device) or 'reference' (token by token)")
-    if backend not in ("torch", "reference"):
+    if backend not in ("triton", "torch", "reference"):
         raise ValueError(f"backend={backend!r} is not one of 'triton', 'torch', 'reference'")
+
+
+def check_triton(q: Tensor, decay: Tensor | None, precond: Preconditioner | None) -> None:
+    """What the Triton backend does not do, after `check_operands`."""
+    other = "use backend='torch'"
+    if not q.is_cuda and not _interpreted():
+        raise ValueError(f"q is on {q.device}: backend='triton' needs a CUDA device; {other}")
+    if q.dtype == torch.float64:
+        raise ValueError(f"q is {q.dtype}: backend='triton' takes bf16, fp16 and fp32; {other}")
+    if decay is not None and decay.dim() == q.dim():
+        raise ValueError(f"decay has shape {list(decay.shape)}: backend='triton' takes one a head, {list(q.shape[:-1])}; {other}")
+    if precond is not None and (precond.form, precond.interval) != ("squashed", "both"):
+        name = "form" if precond.form != "squashed" else "interval"
+        raise ValueError(f"precond.{name}={getattr(precond, name)!r}: backend='triton' has form 'squashed', interval 'both'; {other}")
+
+
+def _interpreted() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        raise ValueError("backend='triton' needs Triton, which is not installed; use backend='torch'") from None
+    return knobs.runtime.interpret
 
 
 def check_operands(q, k, v, beta, decay, precond, scale, axes: str = "BTH") -> None:

@@ -1,7 +1,7 @@
 """The delta rule on whole sequences: one call for the six recurrences (`kernels.recurrence`), reading as the algorithm.
 
-Check, normalise, run, cast. The algorithms are `chunk_torch` (chunks, any device) and `reference` (token by token); none falls back
-to another.
+Check, normalise, run, cast. The algorithms are `chunk_triton` (chunks, on a GPU), `chunk_torch` (chunks, any device) and `reference` (token
+by token); none falls back to another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import chunk_torch, reference
-from kernels.checks import check_backend, check_bounds, check_operands, check_state
+from kernels.checks import check_backend, check_bounds, check_operands, check_state, check_triton
 from kernels.operands import Preconditioner, State, prepare
 
 __all__ = ["Preconditioner", "State", "delta_rule"]
@@ -40,7 +40,7 @@ def delta_rule(
     cu_seqlens B is 1, it runs 0 .. T without decreasing, and both states start afresh (or from initial_state[n]) at each entry; a
     sequence of length zero hands its initial state, and the gradient, through. Gradients to every floating tensor given, also from
     the final states; the same bits on every run. K and V are 16 to 256, T at least 1. Computation and states are fp32, or fp64 for
-    fp64 inputs, under autocast too.
+    fp64 inputs, under autocast too. The Triton backend takes bf16, fp16 and fp32, a decay a head or none, and the squashed preconditioner.
 
     Raises ValueError naming the argument, before any computation.
     """
@@ -50,6 +50,12 @@ def delta_rule(
     if initial_state is not None:
         check_state(initial_state, q, v, precond, len(q) if bounds is None else len(bounds) - 1)
     with torch.autocast(q.device.type, enabled=False):
-        x = prepare(q, k, v, beta, decay, precond, scale, normalize_qk)
-        o, state = _ALGORITHMS[backend](x, initial_state, bounds)
+        if backend == "triton":
+            check_triton(q, decay, precond)
+            from kernels import chunk_triton  # only here: the other backends need no Triton
+
+            o, state = chunk_triton.run(q, k, v, beta, decay, precond, scale, normalize_qk, initial_state, bounds)
+        else:
+            x = prepare(q, k, v, beta, decay, precond, scale, normalize_qk)
+            o, state = _ALGORITHMS[backend](x, initial_state, bounds)
     return o.to(v.dtype), state if output_final_state else None

@@ -14,11 +14,124 @@ identity then enters exactly, in fp32, and the gradient of beta needs no divisio
 Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequences or spans):
 
     statistic.forward(x, layout, a_0)                         -> a_start [M, H, K] fp32, a [S, H, K] fp32
-    solve.forward(x, layout, a_start | None)                  -> Solved(t, qw, w, rows, whole): -N, QW, write keys, row scalars
-    scan.forward(x, solved, layout, spans, s_0 | None)        -> o [N, H, V] x, s [S, H, K, V] fp32
+    solve.forward(x, layout, a_start)                         -> Solved(t, qw, w, rows, whole): -N, QW, write keys, row scalars
+    scan.forward(x, solved, layout, spans, s_0)               -> o [N, H, V] x, s [S, H, K, V] fp32
     -- backward --
-    scan.states(x, solved, layout, spans, s_0 | None)         -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
-    scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh, dx, ds_0
+    scan.states(x, solved, layout, spans, s_0)                -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
+    scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh [M, H, V, K] x, dx [N, H, V] x, ds_0 [S, H, K, V] fp32
     gradients.backward(x, solved, layout, a_start, h, u, dh, dx, do) -> Gradients
     statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0
+
+Kept for the backward pass, D = 128 and 16 bit: q, k, v 768 B, t and qw 256 B, w 256 B, rows 32 B and a_start 8 B a token and head, gates
+aside: 1.3 KB. The states are computed again: they would be 512 B more.
 """
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels import gradients, scan, scan_backward, solve, statistic, statistic_backward
+from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
+from kernels.operands import Preconditioner, State
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor | None,
+    precond: Preconditioner | None,
+    scale: float | None,
+    normalize_qk: bool,
+    state: State | None,
+    bounds: tuple[int, ...] | None,
+) -> tuple[Tensor, State]:
+    """o [B, T, H, V] and the final states of a checked call (arguments as `kernels.chunk.delta_rule`)."""
+    batch, length, _, key = q.shape
+    value = v.shape[-1]
+    table = layout(batch, length, bounds, chunk_rows(k), q.device)
+    call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond))
+    gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
+    s_0, a_0 = (None, None) if state is None else state
+    q, k, v = (_rows(x) for x in (q, k, v))
+    beta, decay, forget, gain = (None if x is None else x.flatten(0, 1).contiguous() for x in (beta, decay, *gates[:2]))
+    if s_0 is not None:
+        s_0 = _padded(_padded(s_0, v.shape[-1]).mT, k.shape[-1]).mT.contiguous()
+    if a_0 is not None:
+        a_0 = _padded(a_0, k.shape[-1]).contiguous()
+    o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, forget, gain, gates[2], s_0, a_0)
+    s = s[..., :key, :value]
+    return o[..., :value].unflatten(0, (batch, length)), State(s, None if a is None else a[..., :key])
+
+
+class Call:
+    """What of a call is no tensor."""
+
+    def __init__(self, table: Layout, scale: float, normalize: bool, log_bound: float, eps: float):
+        self.table, self.scale, self.normalize, self.log_bound, self.eps = table, scale, normalize, log_bound, eps
+
+    def inputs(self, q, k, v, beta, decay, forget, gain, center) -> Inputs:
+        return Inputs(q, k, v, beta, decay, forget, gain, center, self.log_bound, self.eps, self.scale, self.normalize)
+
+
+def _squash(precond: Preconditioner | None) -> tuple[float, float]:
+    return (0.0, 1.0) if precond is None else (math.log(precond.bound), precond.eps)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, H, D] -> [N, H, D] as the kernels' descriptors need it: rows and token strides of whole 16 bytes, the last two axes
+    contiguous. A view of a fused projection is taken as it is, anything else copied; odd head sizes are padded with zero channels, which
+    change nothing."""
+    unit = 16 // x.element_size()
+    x = _padded(x, -(-x.shape[-1] // unit) * unit)
+    H, D = x.shape[-2:]
+    batch, token, head, channel = x.stride()
+    joined = (x.shape[0] == 1 or batch == x.shape[1] * token) and token % unit == 0 and x.data_ptr() % 16 == 0
+    if channel != 1 or (H > 1 and head != D) or token < H * D or not joined:
+        x = x.contiguous()
+        if x.data_ptr() % 16:
+            x = x.clone(memory_format=torch.contiguous_format)
+    return x.flatten(0, 1)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+class _DeltaRule(torch.autograd.Function):
+    """The stages and their gradients."""
+
+    @staticmethod
+    def forward(ctx, call, q, k, v, beta, decay, forget, gain, center, s_0, a_0):
+        x, table = call.inputs(q, k, v, beta, decay, forget, gain, center), call.table
+        a_start = a = None
+        if forget is not None:
+            a_start, a = statistic.forward(x, table, a_0)
+        solved = solve.forward(x, table, a_start)
+        o, s = scan.forward(x, solved, table, table.sequences, s_0)
+        ctx.call, ctx.initial = call, (s_0 is not None, a_0 is not None)
+        made = solved.t, solved.qw, solved.w, solved.rows, solved.whole
+        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, s_0, a_start, *made)
+        ctx.set_materialize_grads(False)
+        return o, s, a
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, ds, da):
+        *inputs, s_0, a_start, t, qw, w, rows, whole = ctx.saved_tensors
+        x, table, solved = ctx.call.inputs(*inputs), ctx.call.table, Solved(t, qw, w, rows, whole)
+        do = torch.zeros_like(x.v) if do is None else do.contiguous()
+        ds, da = (None if y is None else y.contiguous() for y in (ds, da))
+        h, u = scan.states(x, solved, table, table.sequences, s_0)
+        dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do, ds)
+        grad = gradients.backward(x, solved, table, a_start, h, u, dh, dx, do)
+        dforget = dgain = dcenter = da_0 = None
+        if x.forget is not None:
+            dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da)
+        has_s, has_a = ctx.initial
+        initial = (ds_0 if has_s else None, da_0 if has_a else None)
+        return None, grad.q, grad.k, grad.v, grad.beta, grad.decay, dforget, dgain, dcenter, *initial
