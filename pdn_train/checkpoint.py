@@ -26,6 +26,9 @@ from pdn_train.files import sync_folder, write_whole
 from pdn_train.world import World
 
 VERSION = 1
+SHAPES = tuple(
+    f"model.{key}" for key in ("recurrence", "hidden_size", "num_layers", "num_heads", "head_dim", "intermediate_size", "vocab_size")
+)
 log = logging.getLogger(__name__)
 
 
@@ -236,13 +239,16 @@ def require_same_run(saved: Saved, config: Config, data: dict) -> None:
     differing = [f"{key}: {_get(then, key)!r} then, {_get(now, key)!r} now" for key in keys if _get(then, key) != _get(now, key)]
     if saved.state["data"] != data:
         differing.append(f"data.path: {_data_difference(saved.state['data'], data)}")
-    refused = [text for text in differing if text.partition(":")[0] not in config.resume.allow]
+    allowed = [key for key in config.resume.allow if key not in SHAPES]
+    refused = [text for text in differing if text.partition(":")[0] not in allowed]
     if refused:
         raise CheckpointError(
             f"{saved.folder} is of another run: "
             + "; ".join(refused)
-            + ". Use another run_dir, or name the keys in resume.allow if this is meant"
+            + ". Use another run_dir, or name the keys in resume.allow if this is meant (those of the model's shape cannot be allowed)"
         )
+    for text in differing:
+        log.warning("resume.allow: %s", text)
     if then["train"]["steps"] != now["train"]["steps"]:
         log.info("train.steps goes from %s to %s: the schedule follows the new number", then["train"]["steps"], now["train"]["steps"])
 

@@ -16,15 +16,11 @@ import logging
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 
 from pdn_train import zero
@@ -32,11 +28,21 @@ from pdn_train.config import Config
 from pdn_train.data import Batch
 from pdn_train.optim import build_optimizer, guard, set_learning_rate
 from pdn_train.outcome import Outcome
-from pdn_train.world import World
+from pdn_train.world import World, without_gpu
+
+without_gpu()
+
+import deepspeed  # noqa: E402 - it looks for its accelerator when it is imported
+from deepspeed.accelerator import get_accelerator, set_accelerator  # noqa: E402
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
+from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # noqa: E402
 
 # Only DeepSpeed's inference uses this host-memory op, and init would compile it for a minute
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed_logger.setLevel(logging.WARNING)
+# DeepSpeed calls collectives by names that torch is about to change
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
@@ -187,6 +193,7 @@ def to_universal(checkpoint: Path, output: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(checkpoint)]
     command += ["--output_folder", str(output), "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (output.parent / "latest_universal").unlink(missing_ok=True)  # it would name a folder that is gone after loading
     if done.returncode:
         raise RuntimeError(f"DeepSpeed's universal conversion of {checkpoint} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
@@ -207,7 +214,7 @@ def gather_fp32_weights(checkpoint: Path) -> dict[str, Tensor]:
     whole = checkpoint / "mp_rank_00_model_states.pt"  # absent at stage 3, whose weights are in pieces
     weights = _model_states(checkpoint)["module"] if whole.exists() else {}
     if list(checkpoint.glob("*_optim_states.pt")):
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed reports its progress where our callers print results
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # its progress bars and reports
             weights |= get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 

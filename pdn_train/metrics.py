@@ -143,7 +143,8 @@ class Journal:
             last = self._progress.step
             raise NonfiniteError(
                 f"steps {last - self._progress.skipped_in_row + 1} to {last} all had gradients that are not finite (train.max_nonfinite="
-                f"{self._max_nonfinite}); resume with a lower optim.lr, or look at the data from sample {self._progress.position} backwards"
+                f"{self._max_nonfinite}); resume with a lower optim.lr and resume.allow=[optim.lr], or look at the data before "
+                f"sample {self._progress.position}"
             )
 
     def _write(self, step: _Step) -> None:

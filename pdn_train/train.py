@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from pdn_train.rundir import Lease, RunDir, RunDirError
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest
 from pdn_train.weights import WeightsError, load_into, load_weights
-from pdn_train.world import Disagreement, World
+from pdn_train.world import Disagreement, World, is_first_rank
 
 log = logging.getLogger("pdn_train")
 
@@ -56,7 +58,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
             checkpoints.restore(saved, engine, config)
         elif config.init_from is not None:
             engine.set_masters(warm)
-        progress = saved.progress if saved is not None else Progress()
+        progress = resumed(saved, config) if saved is not None else Progress()
         world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer))
         world.from_leader(lambda: cut_back(run_dir, progress.step))
         announce(config, world, parameters, saved)
@@ -66,8 +68,10 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         profiler = Profiler(config.profile, run_dir.tensorboard, world)
         tokens_per_step = config.train.global_batch * config.data.seq_len
 
-        def save() -> None:
+        def save(whatever: bool = False) -> None:
             settled = journal.flush()
+            if settled.skipped_in_row and not whatever:
+                return  # weights are those of an earlier step, and in a long streak its checkpoint must not be pruned away
             with journal.paused():
                 checkpoints.save(engine, settled, config, samples.fingerprint)
 
@@ -92,7 +96,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                 if progress.step % config.checkpoint.every == 0:
                     save()
         if checkpoints.last_step != progress.step:
-            save()
+            save(whatever=True)
         journal.close()
         done = progress.step >= config.train.steps
         if world.leads:
@@ -114,6 +118,12 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
         return samples, validation
 
     return world.each(act)
+
+
+def resumed(saved: Saved, config: Config) -> Progress:
+    """The checkpoint's progress; with another optimizer setting a streak of skipped steps counts from 0 again."""
+    same = saved.state["config"]["optim"] == config.model_dump(mode="json")["optim"]
+    return saved.progress if same else replace(saved.progress, skipped_in_row=0)
 
 
 def take(run_dir: RunDir, world: World) -> Lease:
@@ -204,14 +214,15 @@ def dry_run(config: Config, world_size: int) -> str:
 EXPECTED = (CheckpointError, ConfigError, Disagreement, NonfiniteError, RunDirError, ShardError, WeightsError)
 
 
+DRY_RUN = "print parameters, FLOPs, memory, tokens and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
+
+
 @record
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdn_train.train", description="Train one model; resumes by itself from run_dir/checkpoints.")
     parser.add_argument("config", help="a file such as yaml/pgdn_tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print parameters, FLOPs, memory, tokens and DeepSpeed's JSON; start nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     arguments = parser.parse_intermixed_args(argv)
     log_to(None)
     try:
@@ -224,7 +235,8 @@ def main(argv: list[str] | None = None) -> int:
         world = World.detect(config.parallel.sequence, config.train.device)
         config.accumulation(world.size)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if is_first_rank():
+            print(f"error: {error}", file=sys.stderr)
         return 2
     world.start(config.launch.hang_seconds)
     try:
@@ -232,10 +244,18 @@ def main(argv: list[str] | None = None) -> int:
     except EXPECTED as error:
         log.error("rank %d: %s: %s", world.rank, type(error).__name__, error)
         return 1
-    world.barrier()
+    world.barrier()  # a rank that leaves while another still talks to it takes that one down
     world.stop()
     return code
 
 
+def leave(code: int) -> NoReturn:
+    """End the process. After an error the process groups are still open, and Python's own exit would abort on their threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

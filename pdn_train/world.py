@@ -142,6 +142,17 @@ class World:
         return [value for value, _ in said]
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for the job, before there is a World to ask."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def without_gpu() -> None:
+    """Tell DeepSpeed, which looks when it is imported, that there is no GPU; it would search and warn, in every process."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def _device(wanted: str, local_rank: int) -> torch.device:
     there = torch.cuda.is_available()
     if wanted == "cuda" and not there:

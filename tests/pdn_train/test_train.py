@@ -174,7 +174,7 @@ def test_two_one_two_processes(whole, write):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_ends_in_one_checkpoint_and_75(write, number):
     config = write("signal")
     process = start_one(config, "train.steps=4000")
