@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pdn_train import engine as engine_module
 from pdn_train.checkpoint import Checkpoints, Progress
 from pdn_train.config import Config, build
 from pdn_train.data import Batch
@@ -30,6 +31,21 @@ MODEL = {
     "vocab_size": VOCABULARY,
 }
 BAD_STEP = 1  # its gradients are NaN on rank 0: Adam's count must survive the skip
+
+
+original_config = engine_module.deepspeed_config
+
+
+def freeing_config(config: Config, world_size: int) -> dict:
+    """Stage 3 as for a large model: with DeepSpeed's defaults it would keep parameters this small whole and never fetch one."""
+    settings = original_config(config, world_size)
+    if config.parallel.zero == 3:
+        small = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 2000}
+        settings["zero_optimization"] |= small
+    return settings
+
+
+engine_module.deepspeed_config = freeing_config
 
 
 def config_for(stage: int, precision: str, world: World) -> Config:

@@ -35,9 +35,12 @@ def test_wsd_and_constant():
     assert {learning_rate(n, constant, 100) for n in (0, 50, 100)} == {1.0}
 
 
-def small_model() -> torch.nn.Module:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def small_model(device: str = "cpu") -> torch.nn.Module:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).to(device)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     return model
@@ -47,9 +50,10 @@ def norm_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
-def test_guarded_step_equals_torch_clipping_and_adamw(clip):
-    ours, theirs = small_model(), small_model()
+def test_guarded_step_equals_torch_clipping_and_adamw(clip, device):
+    ours, theirs = small_model(device), small_model(device)
     config = OptimConfig(lr=0.1, min_lr=0.0, clip=clip, weight_decay=0.1, decay_all=True, warmup_steps=0)
     optimizer = build_optimizer(ours.named_parameters(), config)
     assert guard(optimizer, norm_of(ours), clip).item() == 0
@@ -61,9 +65,10 @@ def test_guarded_step_equals_torch_clipping_and_adamw(clip):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_step_changes_nothing(bad):
-    model = small_model()
+def test_a_nonfinite_step_changes_nothing(bad, device):
+    model = small_model(device)
     optimizer = build_optimizer(model.named_parameters(), OptimConfig(lr=0.1, min_lr=0.0, warmup_steps=0))
     guard(optimizer, norm_of(model), 1.0)
     optimizer.step()
