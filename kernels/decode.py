@@ -1,6 +1,7 @@
 """One token of generation: the recurrence's own step, with the state updated in place.
 
-Cost: the state is read and written once, [B, H, K, V] in fp32, and one temporary of its size is made.
+Cost: the state is read and written once, [B, H, K, V] in fp32; the torch backend makes one temporary of its size, the Triton one is a
+single launch (`decode_triton`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.checks import check_backend, check_operands, check_state
+from kernels.checks import check_backend, check_operands, check_state, check_triton
 from kernels.operands import Preconditioner, State, prepare
 from kernels.reference import advance
 
@@ -35,6 +36,11 @@ def step(
     check_state(state, q, v, precond, len(q), name="state")
     if precond is not None and state.a is None:
         raise ValueError("state.a is None but precond is given: the statistic is updated in place; start it with zeros [B,H,K]")
+    if backend == "triton":
+        check_triton(q, decay, precond)
+        from kernels import decode_triton  # only here: the other backends need no Triton
+
+        return decode_triton.step(state, q, k, v, beta, decay, precond, scale, normalize_qk)
     with torch.autocast(q.device.type, enabled=False):
         x = prepare(q, k, v, beta, decay, precond, scale, normalize_qk)
         o, new = advance(x, State(*(part if part is None else part.to(x.q.dtype) for part in state)))

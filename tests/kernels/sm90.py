@@ -75,3 +75,29 @@ def _resources(compiled) -> dict:
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     spilled = sum(int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
     return {"registers": registers, "spilled": spilled, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async")}
+
+
+def variants(what: str) -> list[dict]:
+    """The op's forward and backward, launch by launch, on CPU tensors whose values nothing reads."""
+    from kernels.chunk_triton import Call, _DeltaRule
+    from kernels.layout import chunk_rows, layout
+
+    dtype = torch.float32 if what == "fp32" else torch.bfloat16
+    H, K, V, T, device = 4, 128, 128, 128, torch.device("cpu")
+    flags = [(False, False)] if "plain" in what else [(True, True)]
+    with Compilations() as compilations:
+        for decay, precondition in flags:
+            q, k, v = (torch.zeros(T, H, D, dtype=dtype, requires_grad=True) for D in (K, K, V))
+            gate = torch.zeros(T, H)
+            call = Call(layout(1, T, None, chunk_rows(k), device), 1.0, True, 0.4, 1e-6)
+            gates = (gate, gate, torch.zeros(H)) if precondition else (None,) * 3
+            o, s, _ = _DeltaRule.apply(call, q, k, v, gate, gate if decay else None, *gates, None, None)
+            torch.autograd.grad((o.sum() + s.sum()).float(), [q, k, v])
+    return compilations.rows
+
+
+if __name__ == "__main__":
+    import json
+    import sys
+
+    print(json.dumps([row | {"flags": {n: str(x) for n, x in row["flags"].items()}} for row in variants(sys.argv[1])]))

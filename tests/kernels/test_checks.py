@@ -112,11 +112,26 @@ def test_int32_and_int64_agree():
     assert torch.equal(*outputs)
 
 
-def test_default_backend_is_refused_while_it_does_not_exist():
-    given = arguments()
-    given.pop("backend")
-    with pytest.raises(ValueError, match="backend='triton'.*backend='torch'"):
+REFUSED = {
+    "q on the host": (dict(), ["q", "cpu", "CUDA"]),
+    "q of fp64": (dict(q=torch.randn(B, T, H, K).double()), ["q", "float64"]),
+    "decay a channel": (dict(decay=-torch.rand(B, T, H, K)), ["decay", "[2, 32, 3, 16]"]),
+    "precond.form": (dict(precond=precond(form="atq")), ["precond.form", "atq"]),
+    "precond.interval": (dict(precond=precond(interval="up")), ["precond.interval", "up"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_triton_backend_does_not_do_names_the_one_that_does(name, monkeypatch):
+    changed, words = REFUSED[name]
+    monkeypatch.setattr(checks, "_interpreted", lambda: bool(changed))  # on the host only the interpreter runs kernels
+    given = arguments(**changed)
+    given.pop("backend")  # it is the default
+    if "q" in changed:
+        given |= {n: given[n].double() for n in ("k", "v")}
+    with pytest.raises(ValueError, match=f"^{words[0]}") as error:
         delta_rule(**given)
+    assert all(word in str(error.value) for word in [*words, "backend='triton'", "use backend='torch'"])
 
 
 class Device(torch.Tensor):

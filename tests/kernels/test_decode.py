@@ -62,7 +62,8 @@ def test_no_graph_is_kept(case):
 
 
 WRONG = {
-    "backend": lambda g: dict(backend="triton"),
+    "backend": lambda g: dict(backend="cuda"),
+    "q is": lambda g: dict(backend="triton"),  # fp64, on the host
     "q": lambda g: dict(q=g["q"][:, None]),
     "beta": lambda g: dict(beta=g["beta"][:1]),
     "precond.gain": lambda g: dict(precond=replace(g["precond"], gain=g["beta"][:, :2])),

@@ -1,0 +1,27 @@
+"""Every kernel variant compiles for sm_90 without spills and within shared memory, on a machine without a GPU.
+
+It runs in processes of its own, since Triton's interpreter, on in other tests, must be off.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+LIMIT = 232448  # bytes of shared memory a block
+
+
+@pytest.mark.parametrize("what", ["16 bit", "16 bit, plain", "fp32"])
+def test_variants(what):
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run([sys.executable, HERE / "sm90.py", what], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {row["kernel"] for row in rows} >= {"_solve", "_scan", "_gradients"}
+    bad = [row for row in rows if row["spilled"] > 0 or row["shared"] > LIMIT]
+    assert not bad, bad
