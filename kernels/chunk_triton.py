@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from kernels import gradients, scan, scan_backward, solve, statistic, statistic_backward
+from kernels.launch import aligned
 from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
 from kernels.operands import Preconditioner, State
 
@@ -54,16 +55,17 @@ def run(
     batch, length, _, key = q.shape
     value = v.shape[-1]
     table = layout(batch, length, bounds, chunk_rows(k), q.device)
-    call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond))
     gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
     s_0, a_0 = (None, None) if state is None else state
     q, k, v = (_rows(x) for x in (q, k, v))
-    beta, decay, forget, gain = (None if x is None else x.flatten(0, 1).contiguous() for x in (beta, decay, *gates[:2]))
+    beta, decay, forget, gain = (None if x is None else aligned(x.flatten(0, 1)) for x in (beta, decay, *gates[:2]))
     if s_0 is not None:
-        s_0 = _padded(_padded(s_0, v.shape[-1]).mT, k.shape[-1]).mT.contiguous()
+        s_0 = aligned(_padded(_padded(s_0, v.shape[-1]).mT, k.shape[-1]).mT)
     if a_0 is not None:
-        a_0 = _padded(a_0, k.shape[-1]).contiguous()
-    o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, forget, gain, gates[2], s_0, a_0)
+        a_0 = aligned(_padded(a_0, k.shape[-1]))
+    center = aligned(gates[2])
+    call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond))
+    o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, forget, gain, center, s_0, a_0)
     s = s[..., :key, :value]
     return o[..., :value].unflatten(0, (batch, length)), State(s, None if a is None else a[..., :key])
 
@@ -124,8 +126,8 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx, do, ds, da):
         *inputs, s_0, a_start, t, qw, w, rows, whole = ctx.saved_tensors
         x, table, solved = ctx.call.inputs(*inputs), ctx.call.table, Solved(t, qw, w, rows, whole)
-        do = torch.zeros_like(x.v) if do is None else do.contiguous()
-        ds, da = (None if y is None else y.contiguous() for y in (ds, da))
+        do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
+        ds, da = aligned(ds), aligned(da)
         h, u = scan.states(x, solved, table, table.sequences, s_0)
         dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do, ds)
         grad = gradients.backward(x, solved, table, a_start, h, u, dh, dx, do)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import aligned, launch
 from kernels.operands import Preconditioner, State
 from kernels.tiles import LOG2E
 
@@ -72,13 +73,14 @@ def step(
     """o [B, H, V] of a checked call (arguments as `kernels.decode.step`)."""
     (B, H, K), V = q.shape, v.shape[-1]
     gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
-    gates = [None if x is None else x.contiguous() for x in (beta, decay, *gates)]
-    s = state.s.contiguous()  # the state itself unless it is an odd view
-    a = None if precond is None else state.a.contiguous()
+    gates = [aligned(x) for x in (beta, decay, *gates)]
+    s = aligned(state.s)  # the state itself unless it is an odd view
+    a = None if precond is None else aligned(state.a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     log_bound, eps = (0.0, 1.0) if precond is None else (math.log(precond.bound), precond.eps)
-    _step[(B * H,)](
-        s, a, q.contiguous(), k.contiguous(), v.contiguous(), *gates, o, H, K**-0.5 if scale is None else scale, log_bound, eps,
+    key = (q.dtype, v.dtype, K, V, H, normalize_qk, *(None if x is None else x.dtype for x in gates))
+    launch(
+        _step, B * H, key, s, a, aligned(q), aligned(k), aligned(v), *gates, o, H, K**-0.5 if scale is None else scale, log_bound, eps,
         K=K, V=V, BK=triton.next_power_of_2(K), BV=min(BLOCK, triton.next_power_of_2(V)),
         DECAY=decay is not None, PRECONDITION=precond is not None, NORMALIZE=normalize_qk, num_warps=4,
     )  # fmt: skip

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch
 from kernels.layout import Inputs, Layout, Solved
 from kernels.scan_backward import load_state
 from kernels.tiles import (
@@ -294,7 +295,8 @@ def backward(
     statistic = None if x.forget is None else _statistic_buffers(x, M)
     parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
     choice = setting("gradients", x.k)
-    _gradients[(M * H,)](
+    launch(
+        _gradients, M * H, (x.key, N * H % 4, M * H % 4),
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)),

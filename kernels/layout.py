@@ -15,7 +15,9 @@ The tables depend on the lengths alone and are kept: a training step builds none
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -55,6 +57,13 @@ class Inputs:
     eps: float
     scale: float  # of the output
     normalize: bool  # q and k become x / sqrt(sum x^2 + 1e-6)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What of all this decides which variant of a kernel is launched (`kernels.launch`)."""
+        gates = (None if x is None else x.dtype for x in (self.beta, self.decay, self.forget, self.gain))
+        strides = (x.stride(0) for x in (self.q, self.k, self.v))
+        return self.q.dtype, self.q.device, *gates, *self.q.shape[1:], self.v.shape[-1], *strides, self.normalize
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ def _build(bounds: tuple[int, ...], chunk: int, device: torch.device) -> Layout:
     for start, stop in pairwise(bounds):
         sequences.append((len(chunks), -(-(stop - start) // chunk), start, stop - start))
         chunks += [(token, min(chunk, stop - token)) for token in range(start, stop, chunk)]
-    flat = torch.tensor(chunks + [pair for row in sequences for pair in (row[:2], row[2:])], dtype=torch.int32)
-    flat = flat.to(device, non_blocking=True)  # one copy for both
+    pairs = [pair for row in sequences for pair in (row[:2], row[2:])]  # first, so that both tables start at multiples of 16 bytes
+    flat = torch.tensor(pairs + chunks, dtype=torch.int32).to(device, non_blocking=True)  # one copy for both
     longest = max(row[1] for row in sequences)
-    return Layout(chunk, flat[: len(chunks)], flat[len(chunks) :].view(-1, 4), longest)
+    return Layout(chunk, flat[len(pairs) :], flat[: len(pairs)].view(-1, 4), longest)

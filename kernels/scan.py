@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_tile, row_tiles, state_tiles
 from kernels.tuned import setting
@@ -121,7 +122,8 @@ def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None
     choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
     block = min(choice.block, triton.next_power_of_2(V))
     allow_descriptors()
-    _scan[(len(spans) * H * triton.cdiv(V, block),)](
+    launch(
+        _scan, len(spans) * H * triton.cdiv(V, block), (x.key, s_0 is None),
         x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
         spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0),
         K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1],

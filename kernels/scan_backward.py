@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch import launch
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
 from kernels.tuned import setting
@@ -113,7 +114,8 @@ def backward(
     choice = setting("scan_backward", x.k, programs=len(spans) * H)
     block = min(choice.block, triton.next_power_of_2(V))
     allow_descriptors()
-    _scan[(len(spans) * H * triton.cdiv(V, block),)](
+    launch(
+        _scan, len(spans) * H * triton.cdiv(V, block), (x.key, ds is None),
         x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
         spans, H, x.q.stride(0), x.k.stride(0),
         K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,

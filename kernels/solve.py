@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from kernels.launch import launch
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import (
     BETA,
@@ -175,7 +176,8 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     numbers = torch.empty(M * H * (kinds * C + 1), dtype=torch.float32, device=x.k.device)
     rows, whole = numbers[: M * H * kinds * C].view(M, H, kinds, C), numbers[M * H * kinds * C :].view(M, H)
     choice, wide = setting("solve", x.k), x.k.dtype == torch.float32
-    _solve[(M * H,)](
+    launch(
+        _solve, M * H, x.key,
         x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, BK=triton.next_power_of_2(K), BD=min(choice.block, triton.next_power_of_2(K)), C=C,

@@ -1,0 +1,43 @@
+"""Launching a Triton kernel with little work on the host.
+
+Triton's own launcher classifies every argument at every call (type, divisibility by 16, equality to 1) and looks the compiled kernel up
+by the result: tens of microseconds, which bound the op at small shapes. Here the caller names what that result depends on, `key`; the
+compiled kernel is looked up by it, and Triton's launcher runs only for a new one.
+
+A key must hold all that distinguishes the compiled variants but the kernel's constants: dtypes, which tensors are None, integers. Every
+tensor must start at a multiple of 16 bytes. In the interpreter there is nothing to look up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+KEPT = 4096  # variants; then all are forgotten, and looked up by Triton again
+
+_compiled: dict = {}
+
+
+def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num_stages: int = 1, **constants) -> None:
+    """kernel[(programs,)](*arguments, **constants): arguments in order, then the kernel's constants by name, in its order."""
+    if programs == 0:
+        return
+    place = (kernel, key, num_warps, num_stages, *constants.values())
+    found = _compiled.get(place)
+    if found is not None:
+        found[(programs, 1, 1)](*arguments, *constants.values())
+        return
+    made = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+    if made is not None:
+        if len(_compiled) >= KEPT:
+            _compiled.clear()
+        _compiled[place] = made
+
+
+def aligned(x: Tensor | None) -> Tensor | None:
+    """x contiguous and from a multiple of 16 bytes on: itself, or a copy."""
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
