@@ -22,6 +22,8 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
     gradients.backward(x, solved, layout, a_start, h, u, dh, dx, do) -> Gradients
     statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0
 
+Where there are few long sequences the scans run over pieces of them at once (`kernels.pieces`).
+
 Kept for the backward pass, D = 128 and 16 bit: q, k, v 768 B, t and qw 256 B, w 256 B, rows 32 B and a_start 8 B a token and head, gates
 aside: 1.3 KB. The states are computed again: they would be 512 B more.
 """
@@ -33,7 +35,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels import gradients, scan, scan_backward, solve, statistic, statistic_backward
+from kernels import gradients, pieces, scan, scan_backward, solve, statistic, statistic_backward
 from kernels.launch import aligned
 from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
 from kernels.operands import Preconditioner, State
@@ -54,7 +56,7 @@ def run(
     """o [B, T, H, V] and the final states of a checked call (arguments as `kernels.chunk.delta_rule`)."""
     batch, length, _, key = q.shape
     value = v.shape[-1]
-    table = layout(batch, length, bounds, chunk_rows(k), q.device)
+    table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)
     gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
     s_0, a_0 = (None, None) if state is None else state
     q, k, v = (_rows(x) for x in (q, k, v))
@@ -114,22 +116,31 @@ class _DeltaRule(torch.autograd.Function):
         if forget is not None:
             a_start, a = statistic.forward(x, table, a_0)
         solved = solve.forward(x, table, a_start)
-        o, s = scan.forward(x, solved, table, table.sequences, s_0)
+        maps, starts, s = None, s_0, None
+        if table.cut:
+            maps, made = scan.ends(x, solved, table, table.spans)
+            starts, s = pieces.chain(x, table, maps, made, s_0)
+        o, last = scan.forward(x, solved, table, table.spans, starts)
+        s = last if s is None else s
         ctx.call, ctx.initial = call, (s_0 is not None, a_0 is not None)
         made = solved.t, solved.qw, solved.w, solved.rows, solved.whole
-        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, s_0, a_start, *made)
+        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, *made)
         ctx.set_materialize_grads(False)
         return o, s, a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds, da):
-        *inputs, s_0, a_start, t, qw, w, rows, whole = ctx.saved_tensors
+        *inputs, starts, maps, a_start, t, qw, w, rows, whole = ctx.saved_tensors
         x, table, solved = ctx.call.inputs(*inputs), ctx.call.table, Solved(t, qw, w, rows, whole)
         do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
         ds, da = aligned(ds), aligned(da)
-        h, u = scan.states(x, solved, table, table.sequences, s_0)
-        dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do, ds)
+        h, u = scan.states(x, solved, table, table.spans, starts)
+        if table.cut:
+            *_, made = scan_backward.backward(x, solved, table, table.spans, do, None, store=False)
+            ds, ds_0 = pieces.chain(x, table, maps, made, ds, reverse=True)
+        dh, dx, first = scan_backward.backward(x, solved, table, table.spans, do, ds)
+        ds_0 = ds_0 if table.cut else first
         grad = gradients.backward(x, solved, table, a_start, h, u, dh, dx, do)
         dforget = dgain = dcenter = da_0 = None
         if x.forget is not None:

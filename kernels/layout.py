@@ -6,8 +6,9 @@ one of a sequence may be shorter. Equal and packed sequences take the same road:
     chunks [M, 2]       first token, rows (1 .. C)
     sequences [S, 4]    first chunk, number of chunks, first token, number of tokens; all zero long where a sequence is empty
 
-A `Span` table of the same form as `sequences` cuts long sequences into pieces of whole chunks, so that more programs run at once when
-there are few sequences (`kernels.segments`); without cuts it is the same tensor.
+    spans [P, 4]        the same columns; a sequence is cut into pieces of whole chunks where there are too few of them to fill the card
+                        (`kernels.pieces`). Without cuts it is `sequences` itself
+    pieces [S, 4]       first span, number of spans; 0, 0
 
 The tables depend on the lengths alone and are kept: a training step builds none and copies nothing to the device.
 """
@@ -23,7 +24,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-CHUNK = 64  # going away: use Layout.chunk
+PROGRAMS = 256  # of a scan, that fill the card
+LONG = 64  # chunks: sequences that are worth cutting
 KEPT = 256  # tables of that many calls' lengths
 
 
@@ -34,7 +36,13 @@ class Layout:
     chunk: int  # C, rows of a whole chunk
     chunks: Tensor  # [M, 2] int32
     sequences: Tensor  # [S, 4] int32
+    spans: Tensor  # [P, 4] int32
+    pieces: Tensor  # [S, 4] int32
     longest: int  # chunks of the longest sequence
+
+    @property
+    def cut(self) -> bool:
+        return self.spans is not self.sequences
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,12 @@ def chunk_rows(k: Tensor) -> int:
     return 32 if k.shape[-1] <= 128 else 16
 
 
-def layout(batch: int, length: int, bounds: tuple[int, ...] | None, chunk: int, device: torch.device) -> Layout:
+def layout(batch: int, length: int, bounds: tuple[int, ...] | None, chunk: int, heads: int, device: torch.device) -> Layout:
     """The tables of B sequences of T tokens, or of the packed ones that start and end at bounds, in chunks of `chunk` rows."""
-    key = (batch, length, bounds, chunk, device)
+    key = (batch, length, bounds, chunk, heads, device)
     found = _kept.get(key)
     if found is None:
-        found = _build(bounds or tuple(range(0, batch * length + 1, length)), chunk, device)
+        found = _build(bounds or tuple(range(0, batch * length + 1, length)), chunk, heads, device)
         _kept[key] = found
         if len(_kept) > KEPT:
             _kept.popitem(last=False)
@@ -104,12 +112,35 @@ def layout(batch: int, length: int, bounds: tuple[int, ...] | None, chunk: int, 
     return found
 
 
-def _build(bounds: tuple[int, ...], chunk: int, device: torch.device) -> Layout:
+def _build(bounds: tuple[int, ...], chunk: int, heads: int, device: torch.device) -> Layout:
     chunks, sequences = [], []
     for start, stop in pairwise(bounds):
         sequences.append((len(chunks), -(-(stop - start) // chunk), start, stop - start))
         chunks += [(token, min(chunk, stop - token)) for token in range(start, stop, chunk)]
-    pairs = [pair for row in sequences for pair in (row[:2], row[2:])]  # first, so that both tables start at multiples of 16 bytes
-    flat = torch.tensor(pairs + chunks, dtype=torch.int32).to(device, non_blocking=True)  # one copy for both
     longest = max(row[1] for row in sequences)
-    return Layout(chunk, flat[len(pairs) :], flat[: len(pairs)].view(-1, 4), longest)
+    length = _piece(len(chunks), longest, len(sequences), heads)
+    spans, pieces = _cut(sequences, length, chunk) if length else ([], [])
+    rows = sequences + spans + pieces  # first, so that all tables start at multiples of 16 bytes
+    flat = torch.tensor([pair for row in rows for pair in (row[:2], row[2:])] + chunks, dtype=torch.int32)
+    flat = flat.to(device, non_blocking=True)  # one copy for all
+    made = flat[2 * len(rows) :]
+    sequences, spans, pieces = flat[: 2 * len(rows)].view(-1, 4).split([len(sequences), len(spans), len(pieces)])
+    return Layout(chunk, made, sequences, spans if length else sequences, pieces, longest)
+
+
+def _piece(chunks: int, longest: int, sequences: int, heads: int) -> int:
+    """Chunks of a span, or 0: where sequences and heads would fill less than half the card, and are long enough to pay for a second
+    pass over them."""
+    if sequences * heads >= PROGRAMS // 4 or longest < LONG:
+        return 0
+    return max(LONG // 8, -(-chunks * heads // PROGRAMS))
+
+
+def _cut(sequences: list[tuple], length: int, chunk: int) -> tuple[list[tuple], list[tuple]]:
+    spans, pieces = [], []
+    for first, count, start, tokens in sequences:
+        pieces.append((len(spans), -(-count // length), 0, 0))
+        for done in range(0, count, length):
+            token = done * chunk
+            spans.append((first + done, min(length, count - done), start + token, min(length * chunk, tokens - token)))
+    return spans, pieces

@@ -37,32 +37,36 @@ def _scan(
     o, s, h, u,  # outputs
     table, H, q_stride, k_stride, v_stride,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, INITIAL: tl.constexpr, VALUES: tl.constexpr, STORE: tl.constexpr,
+    OUTPUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. STORE: h and u instead of o and s."""
+    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. STORE: h and u are written, else s; OUTPUT: o too.
+    VALUES false: the values are zero and the initial state is the identity, V = K, so that s is the map from state to state."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
     first, chunks = tl.load(table + 4 * n), tl.load(table + 4 * n + 1)
     token, tokens = tl.load(table + 4 * n + 2), tl.load(table + 4 * n + 3)
     column = block * BV
     keys = head_tiles(k, token, tokens, k_stride, head, K, BK, C)
-    values = head_tiles(v, token, tokens, v_stride, head, V, BV, C)
+    if VALUES:
+        values = head_tiles(v, token, tokens, v_stride, head, V, BV, C)
     if PRECONDITION:
         writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
     if STORE:
         states = state_tiles(h, first, chunks, H, head, V, K, BV, BK)
         errors = head_tiles(u, token, tokens, H * V, head, V, BV, C)
-    else:
+    if OUTPUT:
         queries = head_tiles(q, token, tokens, q_stride, head, K, BK, C)
         outputs = head_tiles(o, token, tokens, H * V, head, V, BV, C)
     S = tl.zeros((BV, BK), tl.float32)
+    if not VALUES:
+        S += tl.where((column + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :], 1.0, 0.0)
     if INITIAL:
         S = tl.trans(tl.reshape(state_tiles(s_0, n, 1, H, head, K, V, BK, BV).load([0, 0, column]), [BK, BV]))
     numbers = row_tiles(rows, first, chunks, H, head, C)
     N = load_tile(t, token, tokens, H * C, head, 0, C, C, C)
     QW = N
-    if not STORE:
+    if OUTPUT:
         QW = load_tile(qw, token, tokens, H * C, head, 0, C, C, C)
     for place in tl.range(chunks, num_stages=STAGES):
         row, after = place * C, (place + 1) * C
@@ -76,12 +80,14 @@ def _scan(
         state = S.to(key.dtype)
         if STORE:
             states.store([place * H, column, 0], state[None])
-        E = tl.trans(values.load([row, column])).to(tl.float32)
+        E = tl.zeros((BV, C), tl.float32)
+        if VALUES:
+            E = tl.trans(values.load([row, column])).to(tl.float32)
         E -= read[None, :] * tl.dot(state, tl.trans(key), input_precision=PRECISION)
         U = tl.dot((beta[None, :] * E).to(key.dtype), tl.trans(N), E, input_precision=PRECISION)
         if STORE:
             errors.store([row, column], tl.trans(U.to(key.dtype)))
-        else:
+        if OUTPUT:
             grown = tl.reshape(numbers.load([place, QUERY_READ * C]), [C])
             O = tl.dot(state, tl.trans(queries.load([row, 0])), input_precision=PRECISION) * grown[None, :]
             next_QW = load_tile(qw, token + after, tokens - after, H * C, head, 0, C, C, C)
@@ -109,6 +115,15 @@ def forward(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tenso
     return o, s
 
 
+def ends(x: Inputs, solved: Solved, layout: Layout, spans: Tensor) -> tuple[Tensor, Tensor]:
+    """The affine map of each span: its matrix [S, H, K, K] and what it makes of the zero state [S, H, K, V]; fp32."""
+    (_, H, K), V = x.k.shape, x.v.shape[-1]
+    maps, s = (torch.empty(len(spans), H, K, D, dtype=torch.float32, device=x.k.device) for D in (K, V))
+    _launch(x, solved, spans, None, s=maps, values=False)
+    _launch(x, solved, spans, None, s=s)
+    return maps, s
+
+
 def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:
     """h [M, H, V, K], the transposed state that each chunk meets, and u [N, H, V], the corrected errors U; in the input dtype."""
     h = x.k.new_empty(len(layout.chunks), *x.v.shape[1:], x.k.shape[-1])
@@ -117,16 +132,18 @@ def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor
     return h, u
 
 
-def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None, s=None, h=None, u=None) -> None:
-    (_, H, K), V = x.k.shape, x.v.shape[-1]
+def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None, s=None, h=None, u=None, values=True) -> None:
+    H, K = x.k.shape[1:]
+    V = x.v.shape[-1] if values else K
     choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
     block = min(choice.block, triton.next_power_of_2(V))
     allow_descriptors()
     launch(
-        _scan, len(spans) * H * triton.cdiv(V, block), (x.key, s_0 is None),
+        _scan, len(spans) * H * triton.cdiv(V, block), (x.key, s_0 is None, o is None),
         x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
         spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0),
         K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1],
         DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
-        INITIAL=s_0 is not None, STORE=h is not None, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
+        INITIAL=s_0 is not None, VALUES=values, STORE=h is not None, OUTPUT=o is not None, PRECISION=dot_precision(x.k),
+        STAGES=choice.stages, num_warps=choice.warps,
     )  # fmt: skip

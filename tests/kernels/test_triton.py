@@ -5,6 +5,7 @@ chunks of 32 rows, so the lengths are chosen round 32; 16-bit inputs, with chunk
 """
 
 import os
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ def test_chunks_of_64_rows(case, assert_close, monkeypatch):
     monkeypatch.setattr("kernels.chunk_triton.chunk_rows", lambda k: 64)
     one = case("pgdn", 70, B=1, H=1, K=16, V=16).rounded(torch.float32)
     assert_close(run(one), one.run("reference"), TOLERANCE)
+
+
+@pytest.mark.parametrize("name, bounds", [("pgdn", None), ("dn", [0, 0, 70, 71, 130, 130])])
+def test_long_sequences_in_pieces(name, bounds, case, assert_close, monkeypatch):
+    """Scans over pieces of one chunk, chained, are the scan of the whole: outputs, states, gradients."""
+    monkeypatch.setattr(layout, "LONG", 2)
+    monkeypatch.setattr(layout, "_kept", OrderedDict())
+    one = case(name, 130, B=1, H=1, K=16, V=16, bounds=bounds).rounded(torch.float32)
+    got = run(one)
+    assert next(iter(layout._kept.values())).cut
+    assert_close(got, one.run("reference"), TOLERANCE)
 
 
 def over_time(x, like):
@@ -167,7 +179,7 @@ def test_a_token_of_decoding_is_a_token_of_the_reference(name, case, assert_clos
 
 
 def test_tables_of_equal_lengths_are_made_once():
-    first = layout.layout(2, 70, None, 64, torch.device("cpu"))
-    assert layout.layout(2, 70, None, 64, torch.device("cpu")) is first
+    first = layout.layout(2, 70, None, 64, 2, torch.device("cpu"))
+    assert layout.layout(2, 70, None, 64, 2, torch.device("cpu")) is first
     assert first.chunks.tolist() == [[0, 64], [64, 6], [70, 64], [134, 6]]
     assert first.sequences.tolist() == [[0, 2, 0, 70], [2, 2, 70, 70]] and first.longest == 2
