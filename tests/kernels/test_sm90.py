@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 LIMIT = 232448  # bytes of shared memory a block
 
 
-@pytest.mark.parametrize("what", ["16 bit", "16 bit, plain", "fp32"])
+@pytest.mark.parametrize("what", ["16 bit", "16 bit, plain, long", "fp32"])
 def test_variants(what):
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run([sys.executable, HERE / "sm90.py", what], capture_output=True, text=True, env=environment, timeout=600)
