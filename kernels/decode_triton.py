@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import aligned, launch
+from kernels.launch import aligned, launch, power_of_2
 from kernels.operands import Preconditioner, State
 from kernels.tiles import LOG2E
 
@@ -81,7 +81,7 @@ def step(
     key = (q.dtype, v.dtype, K, V, H, normalize_qk, *(None if x is None else x.dtype for x in gates))
     launch(
         _step, B * H, key, s, a, aligned(q), aligned(k), aligned(v), *gates, o, H, K**-0.5 if scale is None else scale, log_bound, eps,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(BLOCK, triton.next_power_of_2(V)),
+        K=K, V=V, BK=power_of_2(K), BV=min(BLOCK, power_of_2(V)),
         DECAY=decay is not None, PRECONDITION=precond is not None, NORMALIZE=normalize_qk, num_warps=4,
     )  # fmt: skip
     if s is not state.s:

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.scan_backward import load_state
 from kernels.tiles import (
@@ -299,8 +299,8 @@ def backward(
         _gradients, M * H, (x.key, N * H % 4, M * H % 4),
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=min(choice.block, triton.next_power_of_2(V)),
-        BLOCK=min(64, triton.next_power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
+        K=K, V=V, BK=power_of_2(K), BV=min(choice.block, power_of_2(V)),
+        BLOCK=min(64, power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
         PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip

@@ -19,20 +19,29 @@ KEPT = 4096  # variants; then all are forgotten, and looked up by Triton again
 _compiled: dict = {}
 
 
-def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num_stages: int = 1, **constants) -> None:
+def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num_stages: int = 1, maxnreg=None, **constants) -> None:
     """kernel[(programs,)](*arguments, **constants): arguments in order, then the kernel's constants by name, in its order."""
     if programs == 0:
         return
-    place = (kernel, key, num_warps, num_stages, *constants.values())
+    place = (kernel, key, num_warps, num_stages, maxnreg, *constants.values())
     found = _compiled.get(place)
     if found is not None:
         found[(programs, 1, 1)](*arguments, *constants.values())
         return
-    made = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+    made = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
     if made is not None:
         if len(_compiled) >= KEPT:
             _compiled.clear()
         _compiled[place] = made
+
+
+def power_of_2(n: int) -> int:
+    """The next one. (`triton.next_power_of_2` and `triton.cdiv` cost as much as a launch argument each.)"""
+    return 1 << (n - 1).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    return -(-n // size)
 
 
 def aligned(x: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout
 
 BLOCK = 16  # value channels of a program
@@ -58,8 +58,8 @@ def chain(x: Inputs, layout: Layout, maps: Tensor, added: Tensor, start: Tensor 
     states = torch.empty_like(added)
     end = torch.empty(S, H, K, V, dtype=torch.float32, device=x.k.device)
     launch(
-        _chain, S * H * triton.cdiv(V, BLOCK), (x.key, start is None),
+        _chain, S * H * cdiv(V, BLOCK), (x.key, start is None),
         maps, added, start, states, end, layout.pieces, H,
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=BLOCK, GIVEN=start is not None, REVERSE=reverse, num_warps=8,
+        K=K, V=V, BK=power_of_2(K), BV=BLOCK, GIVEN=start is not None, REVERSE=reverse, num_warps=8,
     )  # fmt: skip
     return states, end

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_tile, row_tiles, state_tiles
 from kernels.tuned import setting
@@ -136,13 +136,13 @@ def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None
     H, K = x.k.shape[1:]
     V = x.v.shape[-1] if values else K
     choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
-    block = min(choice.block, triton.next_power_of_2(V))
+    block = min(choice.block, power_of_2(V))
     allow_descriptors()
     launch(
-        _scan, len(spans) * H * triton.cdiv(V, block), (x.key, s_0 is None, o is None),
+        _scan, len(spans) * H * cdiv(V, block), (x.key, s_0 is None, o is None),
         x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
         spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0),
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=solved.t.shape[-1],
+        K=K, V=V, BK=power_of_2(K), BV=block, C=solved.t.shape[-1],
         DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
         INITIAL=s_0 is not None, VALUES=values, STORE=h is not None, OUTPUT=o is not None, PRECISION=dot_precision(x.k),
         STAGES=choice.stages, num_warps=choice.warps,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
 from kernels.tuned import setting
@@ -112,13 +112,13 @@ def backward(
     dx = x.k.new_empty(N, H, V) if store else None
     ds_0 = torch.empty(len(spans), H, K, V, dtype=torch.float32, device=x.k.device)
     choice = setting("scan_backward", x.k, programs=len(spans) * H)
-    block = min(choice.block, triton.next_power_of_2(V))
+    block = min(choice.block, power_of_2(V))
     allow_descriptors()
     launch(
-        _scan, len(spans) * H * triton.cdiv(V, block), (x.key, ds is None),
+        _scan, len(spans) * H * cdiv(V, block), (x.key, ds is None),
         x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
         spans, H, x.q.stride(0), x.k.stride(0),
-        K=K, V=V, BK=triton.next_power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
+        K=K, V=V, BK=power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
         FINAL=ds is not None, STORE=store, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip
     return dh, dx, ds_0

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from kernels.launch import launch
+from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import (
     BETA,
@@ -180,9 +180,10 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
         _solve, M * H, x.key,
         x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, BK=triton.next_power_of_2(K), BD=min(choice.block, triton.next_power_of_2(K)), C=C,
+        K=K, BK=power_of_2(K), BD=min(choice.block, power_of_2(K)), C=C,
         DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
-        SOLVE=tl.float16 if x.normalize and not wide else tl.float32, num_warps=choice.warps, num_stages=choice.stages,
+        SOLVE=tl.float16 if x.normalize and not wide else tl.float32, num_warps=choice.warps,
+        num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Solved(t, qw, w, rows, whole)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout
 from kernels.tiles import cumulate, last, load_gate, load_tile
 from kernels.tuned import setting
@@ -89,12 +89,12 @@ def forward(x: Inputs, layout: Layout, a_0: Tensor | None) -> tuple[Tensor, Tens
     launch(
         _sums, M * H, x.key,
         x.k, x.forget, x.gain, own, decay, layout.chunks, H, x.k.stride(0),
-        K=K, BK=triton.next_power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
+        K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     a_start, a = (torch.empty(n, H, K, dtype=torch.float32, device=x.k.device) for n in (M, S))
-    step = max(2, min(STEP, triton.next_power_of_2(layout.longest)))
+    step = max(2, min(STEP, power_of_2(layout.longest)))
     launch(
-        _chain, S * H * triton.cdiv(K, CHANNELS), (x.key, a_0 is None),
+        _chain, S * H * cdiv(K, CHANNELS), (x.key, a_0 is None),
         own, decay, a_0, a_start, a, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, INITIAL=a_0 is not None, num_warps=4
     )
     return a_start, a

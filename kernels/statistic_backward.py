@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gradients import Gradients, Statistic, _around
-from kernels.launch import launch
+from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import KEY_NORM, cumulate, last, load_gate, load_row, load_tile, store_tile
 from kernels.tuned import setting
@@ -109,9 +109,9 @@ def backward(
     (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
     part: Statistic = gradients.statistic
     d_end, da_0 = torch.empty(M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, S])
-    step = max(2, min(STEP, triton.next_power_of_2(layout.longest)))
+    step = max(2, min(STEP, power_of_2(layout.longest)))
     launch(
-        _chain, S * H * triton.cdiv(K, CHANNELS), (x.key, da is None, N * H % 4, M * H % 4),
+        _chain, S * H * cdiv(K, CHANNELS), (x.key, da is None, N * H % 4, M * H % 4),
         part.start, part.keep, da, d_end, da_0, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, FINAL=da is not None, num_warps=4
     )
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
@@ -120,6 +120,7 @@ def backward(
         _finish, M * H, (x.key, N * H % 4, M * H % 4),
         x.k, solved.rows, x.forget, x.gain, a_start, d_end, part.forget, part.gain, gradients.k, dforget, dgain,
         layout.chunks, H, x.k.stride(0),
-        K=K, BK=triton.next_power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
+        K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps,
+        num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return dforget, dgain, part.center.sum(0), da_0

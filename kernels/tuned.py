@@ -16,6 +16,7 @@ class Setting(NamedTuple):
     block: int  # value channels a program handles, at most; of the solve and the statistic: key channels
     warps: int
     stages: int
+    registers: int | None = None  # a thread, at most: fewer, and more programs share a multiprocessor
 
 
 class Row(NamedTuple):
@@ -29,8 +30,8 @@ ANY = 1 << 40
 
 # Guesses, not yet measured
 TABLE: dict[str, tuple[Row, ...]] = {
-    "statistic": (Row(2, 128, ANY, Setting(0, 4, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
-    "solve": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "statistic": (Row(2, 128, ANY, Setting(0, 2, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
+    "solve": (Row(2, ANY, ANY, Setting(32, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "scan": (
         Row(2, 128, ANY, Setting(128, 8, 2)),
         Row(2, ANY, ANY, Setting(32, 8, 1)),
@@ -38,7 +39,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(4, ANY, ANY, Setting(16, 8, 1)),
     ),
     "states": (
-        Row(2, 128, ANY, Setting(128, 8, 2)),
+        Row(2, 128, ANY, Setting(128, 8, 3)),
         Row(2, ANY, ANY, Setting(32, 8, 1)),
         Row(4, 128, ANY, Setting(16, 4, 1)),
         Row(4, ANY, ANY, Setting(16, 8, 1)),

@@ -38,7 +38,7 @@ class Compilations:
         JITFunction.__getitem__ = self._original
 
     def _compile(self, kernel, args, kwargs):
-        options = {n: kwargs.pop(n) for n in OPTIONS if n in kwargs}
+        options = {n: x for n in OPTIONS if (x := kwargs.pop(n, None)) is not None}
         signature, constants, attributes = {}, {}, {}
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         for place, parameter in enumerate(kernel.params):
@@ -79,8 +79,8 @@ def _resources(compiled) -> dict:
 
 def variants(what: str) -> list[dict]:
     """The op's forward and backward, launch by launch, on CPU tensors whose values nothing reads."""
-    from kernels.chunk_triton import Call, _DeltaRule
     from kernels import layout as tables
+    from kernels.chunk_triton import Call, _DeltaRule
     from kernels.layout import chunk_rows, layout
 
     if "long" in what:
