@@ -54,6 +54,9 @@ def run(
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, State]:
     """o [B, T, H, V] and the final states of a checked call (arguments as `kernels.chunk.delta_rule`)."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):  # Triton launches on the current device
+            return run(q, k, v, beta, decay, precond, scale, normalize_qk, state, bounds)
     batch, length, _, key = q.shape
     value = v.shape[-1]
     table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)
