@@ -87,8 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows = tried(stage, CANDIDATES[stage], small, judge, timed)
         if rows:
             ms, best = rows[0]
-            date = time.strftime("%Y-%m-%d")
-            print(f'"{stage}": Row(2, {D}, ANY, {best}),  # {ms:.3f} ms, {options.shape}, {torch.cuda.get_device_name()}, {date}', flush=True)
+            where = f"{options.shape}, {torch.cuda.get_device_name()}, {time.strftime('%Y-%m-%d')}"
+            print(f'"{stage}": Row(2, {D}, ANY, {best}),  # op {ms:.3f} ms, {where}', flush=True)
 
 
 if __name__ == "__main__":
