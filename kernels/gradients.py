@@ -40,11 +40,13 @@ from torch import Tensor
 from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.scan_backward import load_state
+from kernels.solve import _log2
 from kernels.tiles import (
     BETA,
     HIGH,
     KEY_NORM,
     KEY_READ,
+    LOG2E,
     LOW,
     QUERY_NORM,
     QUERY_READ,
@@ -86,12 +88,12 @@ class Statistic:
 
 
 @triton.jit
-def _between(pairs, C: tl.constexpr, PRECISION: tl.constexpr):
-    """[C]: at t the sum of pairs [C, C] over i >= t > j."""
-    i = tl.arange(0, C)
-    before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)  # (j, t)
-    earlier = tl.dot(pairs, before, input_precision=PRECISION)  # (i, t): over j < t
-    return tl.sum(tl.where(i[:, None] >= i[None, :], earlier, 0.0), 0)
+def _between(pairs, C: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """[C]: at t the sum of pairs [C, C] over i >= t > j. TURNED: pairs has row j, column i."""
+    r, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if TURNED:
+        return tl.sum(tl.where(r < t, tl.dot(pairs, tl.where(r >= t, 1.0, 0.0), input_precision=PRECISION), 0.0), 0)
+    return tl.sum(tl.where(r >= t, tl.dot(pairs, tl.where(r < t, 1.0, 0.0), input_precision=PRECISION), 0.0), 0)
 
 
 @triton.jit
@@ -102,12 +104,34 @@ def _around(later, earlier, C: tl.constexpr):
 
 
 @triton.jit
+def _span(rows, at, count, C: tl.constexpr, DECAY: tl.constexpr, TURNED: tl.constexpr):
+    """exp(G_i - G_j) for i >= j, else 0, at (i, j); TURNED: at (j, i)."""
+    i = tl.arange(0, C)
+    if DECAY and TURNED:
+        return spans_transposed(load_row(rows, HIGH, at, C), load_row(rows, LOW, at, C), count, C)
+    if DECAY:
+        return spans(load_row(rows, HIGH, at, C), load_row(rows, LOW, at, C), count, C)
+    if TURNED:
+        return tl.where(i[:, None] <= i[None, :], 1.0, 0.0)
+    return tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def _written(rows, at, C: tl.constexpr, PRECONDITION: tl.constexpr):
+    """[C]: beta, and the norm that the stored key lacks as a write key."""
+    beta = load_row(rows, BETA, at, C)
+    if not PRECONDITION:
+        beta *= load_row(rows, KEY_NORM, at, C)
+    return beta
+
+
+@triton.jit
 def _statistic(
     dw, khat, a_start, dstart, at, first, p_high, p_low, c, m, log_bound, eps, count,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dkhat [C, BK], channels first .. first + BK, as it comes through w = b khat, where b is the bounded inverse of the statistic
-    (`kernels.preconditioner`); and the sums over these channels of dp [C], dc [C] and dm.
+    (`kernels.preconditioner`); and the sums over these channels of dp [C], dc [C] and dm [C].
 
         prior_t = exp(p_t) a_{t-1} ;  a = prior + c khat^2 ;  r = log(a + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s)
         dr = dw khat b (-log(x)) / (1 + |r|)^2 ;  dm = -sum dr ;  da = dr / (a + eps)
@@ -120,18 +144,20 @@ def _statistic(
     prior = tl.exp2(p_high + p_low)[:, None] * start[None, :]
     prior = tl.dot(decayed.to(DOT), (c[:, None] * khat * khat).to(DOT), prior, input_precision=PRECISION)
     a = prior + c[:, None] * khat * khat + eps
-    r = tl.log(a) - m
-    slope = 1.0 / (1.0 + tl.abs(r))
-    scaling = tl.exp(-log_bound * r * slope)
+    r = _log2(a, DOT) * (1.0 / LOG2E) - m
+    slope = tl.rsqrt(1.0 + tl.abs(r))
+    slope *= slope
+    scaling = tl.exp2(r * slope * (-LOG2E * log_bound))
     dr = dw * khat * scaling * slope * slope * -log_bound
     dk = scaling * dw
-    da = dr / a
+    inverse = tl.rsqrt(a)
+    da = dr * inverse * inverse
     later = tl.where(i[:, None] == i[None, :], 0.0, spans_transposed(p_high, p_low, count, C))
     da = tl.dot(later.to(DOT), da.to(DOT), da, input_precision=PRECISION)
     first_row = tl.where(i == 0, tl.exp2(p_high + p_low), 0.0)
     tl.store(dstart + at * K + d, tl.sum(first_row[:, None] * da, 0), mask=d < K)
     dk += 2 * c[:, None] * khat * da
-    return dk, tl.sum(prior * da, 1), tl.sum(khat * khat * da, 1), -tl.sum(dr)
+    return dk, tl.sum(prior * da, 1), tl.sum(khat * khat * da, 1), -tl.sum(dr, 1)
 
 
 @triton.jit
@@ -140,7 +166,7 @@ def _through_norm(
     K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dx [N, H, K], which holds r dxhat where xhat = r x, becomes the gradient of x; along: x . (r dxhat)."""
-    for d in tl.static_range(0, BK, BLOCK):
+    for d in tl.range(0, BK, BLOCK, num_stages=1):
         x_block = load_tile(x, token, count, x_stride, head, d, K, BLOCK, C).to(tl.float32)
         grad = load_tile(dx, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
         store_tile(dx, grad - x_block * (r * r * along)[:, None], token, count, H * K, head, d, K, BLOCK, C)
@@ -149,135 +175,152 @@ def _through_norm(
 @triton.jit
 def _gradients(
     q, k, w, rows, whole, h, u, dh, dx, do,  # inputs
-    dq, dk, dv, dbeta, dg,  # outputs
+    dq, dk, dv, dbeta, dg, parts,  # outputs; parts [3, N, H] fp32 is scratch
     a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,  # the statistic's inputs and outputs
-    chunks, H, q_stride, k_stride, scale, log_bound, eps,
+    chunks, N, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and head; BLOCK key channels at a time. PRECONDITION: w holds the write keys, else they are rk * k."""
+    """One program a chunk and head; BLOCK key channels at a time. PRECONDITION: w holds the write keys, else they are rk * k.
+
+    Registers are what is scarce: the key that writes comes first and alone, loops are not unrolled, and the chunk's token and rows are
+    read again (volatile) between the parts, so that no address or mask of one part is kept for the next.
+    """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    x = q.dtype.element_ty
     i = tl.arange(0, C)
+    diagonal = i[:, None] == i[None, :]
     place = (token + i).to(tl.int64) * H + head
-    beta = load_row(rows, BETA, at, C)
-    rk = load_row(rows, KEY_NORM, at, C)
-    rq = load_row(rows, QUERY_NORM, at, C)
+    size = N.to(tl.int64) * H
 
-    # D1 and D2, with the norms of both rows: of k_i . w_j and q_i . w_j, or k_i . k_j and q_i . k_j
+    # the key that writes: dw, or r dkhat. D1 and D2 turned, with the norms that the stored keys and queries lack
     one = tl.zeros((C, C), tl.float32)
     two = tl.zeros((C, C), tl.float32)
+    beta = load_row(rows, BETA, at, C)
     for e in tl.static_range(0, V, BV):
         U = load_tile(u, token, count, H * V, head, e, V, BV, C)
         dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
         dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
-        one = tl.dot(dX, tl.trans(U), one, input_precision=PRECISION)
-        two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
+        one = tl.dot(U, tl.trans(dX), one, input_precision=PRECISION)
+        two = tl.dot(U, tl.trans(dO), two, input_precision=PRECISION)
         store_tile(dv, beta[:, None] * dX.to(tl.float32), token, count, H * V, head, e, V, BV, C)
-    diagonal = i[:, None] == i[None, :]
     tl.store(dbeta + place, tl.sum(tl.where(diagonal, one, 0.0), 1), mask=i < count)
-    if DECAY:
-        high = load_row(rows, HIGH, at, C)
-        low = load_row(rows, LOW, at, C)
-        span = spans(high, low, count, C)
-    else:
-        span = tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
-    if PRECONDITION:
-        span *= beta[None, :]
-    else:
-        span *= (beta * rk)[None, :]
-    one = tl.where(diagonal, 0.0, one * span) * (-beta * rk)[:, None]
-    two = two * span * (scale * rq)[:, None]
-    if DECAY:
-        kw = tl.zeros((C, C), tl.float32)
-        qw = tl.zeros((C, C), tl.float32)
-        for d in tl.static_range(0, BK, BLOCK):
-            Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
-            W = Key
-            if PRECONDITION:
-                W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-            kw = tl.dot(Key, tl.trans(W), kw, input_precision=PRECISION)
-            qw = tl.dot(load_tile(q, token, count, q_stride, head, d, K, BLOCK, C), tl.trans(W), qw, input_precision=PRECISION)
-        g = _between(one * kw + two * qw, C, PRECISION)
-        from_state, to_state, passed = rk * 0.0, rk * 0.0, 0.0
-    one, two = one.to(q.dtype.element_ty), two.to(q.dtype.element_ty)
-
-    along_q, along_k = rk * 0.0, rk * 0.0
+    span = _span(rows, at, count, C, DECAY, True) * _written(rows, at, C, PRECONDITION)[:, None]
+    one = tl.where(diagonal, 0.0, one * span) * load_row(rows, BETA, at, C)[None, :]
+    one = (one * -load_row(rows, KEY_NORM, at, C)[None, :]).to(x)
+    two = (two * span * (scale * load_row(rows, QUERY_NORM, at, C))[None, :]).to(x)
+    factor = beta * load_row(rows, WRITE, at, C)
+    to_state, passed = beta * 0.0, 0.0
+    pairs = tl.zeros((C, C), tl.float32)
     if PRECONDITION:
         p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
         c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
-        sum_p, sum_c, sum_m = rk * 0.0, rk * 0.0, 0.0
-    for d in tl.static_range(0, BK, BLOCK):
-        Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
-        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
-        W = Key
-        if PRECONDITION:
-            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-        # r dqhat and r dkhat, the latter of the key that reads
-        grad_q = tl.zeros((C, BLOCK), tl.float32)
-        grad_k = tl.zeros((C, BLOCK), tl.float32)
-        for e in tl.static_range(0, V, BV):
-            if V > BV:
-                dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
-                dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
-            S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV)
-            grad_q = tl.dot(dO, S, grad_q, input_precision=PRECISION)
-            grad_k = tl.dot(dX, S, grad_k, input_precision=PRECISION)
-        grad_q *= load_row(rows, QUERY_READ, at, C)[:, None]
-        grad_k *= (-beta * load_row(rows, KEY_READ, at, C))[:, None]
-        if DECAY:
-            from_state += tl.sum(grad_q * Q.to(tl.float32) + grad_k * Key.to(tl.float32), 1)
-        grad_q = tl.dot(two, W, grad_q, input_precision=PRECISION)
-        grad_k = tl.dot(one, W, grad_k, input_precision=PRECISION)
-        if NORMALIZE:
-            along = tl.sum(grad_q * Q.to(tl.float32), 1)
-            along_q += along
-            if BLOCK >= BK:
-                grad_q -= Q.to(tl.float32) * (rq * rq * along)[:, None]
-        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
-        # dw, or r dkhat of the key that writes
-        grad_w = tl.zeros((C, BLOCK), tl.float32)
+        sum_p, sum_c, sum_m = beta * 0.0, beta * 0.0, beta * 0.0
+        rk = load_row(rows, KEY_NORM, at, C)
+    for d in tl.range(0, BK, BLOCK, num_stages=1):
+        grad = tl.zeros((C, BLOCK), tl.float32)
         for e in tl.static_range(0, V, BV):
             if V > BV:
                 U = load_tile(u, token, count, H * V, head, e, V, BV, C)
             dS = load_state(dh, chunk, H, head, d, e, K, V, BLOCK, BV)
             if DECAY:
                 passed += tl.sum(load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32) * dS.to(tl.float32))
-            grad_w = tl.dot(U, dS, grad_w, input_precision=PRECISION)
-        grad_w *= (beta * load_row(rows, WRITE, at, C))[:, None]
-        if DECAY:
-            to_state += tl.sum(grad_w * W.to(tl.float32), 1)
-        turned = tl.dot(tl.trans(Key), one, input_precision=PRECISION)
-        turned = tl.dot(tl.trans(Q), two, turned, input_precision=PRECISION)
-        grad_w += tl.trans(turned)
+            grad = tl.dot(U, dS, grad, input_precision=PRECISION)
+        grad *= factor[:, None]
+        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+        W = Key
         if PRECONDITION:
-            added, dp, dc, dm = _statistic(
-                grad_w, Key.to(tl.float32) * rk[:, None], a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count,
+            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
+        if DECAY:
+            to_state += tl.sum(grad * W.to(tl.float32), 1)
+            pairs = tl.dot(W, tl.trans(Key), pairs, input_precision=PRECISION)
+        Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
+        grad = tl.dot(one, Key, grad, input_precision=PRECISION)
+        grad = tl.dot(two, Q, grad, input_precision=PRECISION)
+        if PRECONDITION:
+            grad, dp, dc, dm = _statistic(
+                grad, Key.to(tl.float32) * rk[:, None], a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count,
                 K, BLOCK, C, DOT, PRECISION,
             )  # fmt: skip
-            grad_k += rk[:, None] * added
+            grad *= rk[:, None]
             sum_p += dp
             sum_c += dc
             sum_m += dm
-        else:
-            grad_k += grad_w
-            if NORMALIZE:
-                along = tl.sum(grad_k * Key.to(tl.float32), 1)
-                along_k += along
-                if BLOCK >= BK:
-                    grad_k -= Key.to(tl.float32) * (rk * rk * along)[:, None]
-        store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
-    if DECAY:
-        g += _around(from_state, to_state, C) + tl.load(whole + at) * passed
-        tl.store(dg + place, g, mask=i < count)
+        store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
     if PRECONDITION:
         tl.store(dforget + place, sum_p, mask=i < count)
         tl.store(dgain + place, sum_c, mask=i < count)
-        tl.store(dcenter + at, sum_m)
+        tl.store(dcenter + at, tl.sum(tl.where(i < count, sum_m, 0.0)))
         tl.store(keep + at, last(tl.exp2(p_high + p_low), count, C))
-    if NORMALIZE and BLOCK < BK:
-        tl.debug_barrier()  # the threads read each other's stores
+    if DECAY:
+        tl.store(parts + place, _between(pairs * one.to(tl.float32), C, True, PRECISION), mask=i < count)
+    tl.debug_barrier()  # the threads read each other's stores
+
+    # the key and the query that read
+    moved = tl.load(chunks + 2 * chunk, volatile=True) - token  # 0
+    token, count, at, chunk = token + moved, tl.load(chunks + 2 * chunk + 1, volatile=True), at + moved, chunk + moved
+    one = tl.zeros((C, C), tl.float32)
+    two = tl.zeros((C, C), tl.float32)
+    for e in tl.static_range(0, V, BV):
+        if V > BV:
+            U = load_tile(u, token, count, H * V, head, e, V, BV, C)
+            dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
+            dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+        one = tl.dot(dX, tl.trans(U), one, input_precision=PRECISION)
+        two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
+    beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
+    span = _span(rows, at, count, C, DECAY, False) * _written(rows, at, C, PRECONDITION)[None, :]
+    one = (tl.where(diagonal, 0.0, one * span) * (-beta * rk)[:, None]).to(x)
+    two = (two * span * (scale * rq)[:, None]).to(x)
+    pairs = tl.zeros((C, C), tl.float32)
+    from_state, along_k, along_q = beta * 0.0, beta * 0.0, beta * 0.0
+    key_factor, query_factor = -beta * load_row(rows, KEY_READ, at, C), load_row(rows, QUERY_READ, at, C)
+    for d in tl.range(0, BK, BLOCK, num_stages=1):
+        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+        W = Key
+        if PRECONDITION:
+            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
+        Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
+        if DECAY:
+            pairs = tl.dot(Q, tl.trans(W), pairs, input_precision=PRECISION)
+        grad = tl.zeros((C, BLOCK), tl.float32)
+        grad_q = tl.zeros((C, BLOCK), tl.float32)
+        for e in tl.static_range(0, V, BV):
+            if V > BV:
+                dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
+                dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+            S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV)
+            grad = tl.dot(dX, S, grad, input_precision=PRECISION)
+            grad_q = tl.dot(dO, S, grad_q, input_precision=PRECISION)
+        grad *= key_factor[:, None]
+        if DECAY:
+            from_state += tl.sum(grad * Key.to(tl.float32), 1)
+        grad = tl.dot(one, W, grad, input_precision=PRECISION)
+        grad += load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
+        if NORMALIZE and not PRECONDITION:
+            along_k += tl.sum(grad * Key.to(tl.float32), 1)
+        store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
+        grad_q *= query_factor[:, None]
+        if DECAY:
+            from_state += tl.sum(grad_q * Q.to(tl.float32), 1)
+        grad_q = tl.dot(two, W, grad_q, input_precision=PRECISION)
+        if NORMALIZE:
+            along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
+        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
+    if DECAY:
+        place = (token + i).to(tl.int64) * H + head
+        tl.store(parts + size + place, _between(pairs * two.to(tl.float32), C, False, PRECISION), mask=i < count)
+        around = _around(from_state, to_state, C) + tl.load(whole + at) * passed
+        tl.store(parts + 2 * size + place, around, mask=i < count)
+    tl.debug_barrier()
+    token = token + tl.load(chunks + 2 * chunk, volatile=True) - token
+    if DECAY:
+        place = (token + i).to(tl.int64) * H + head
+        g = tl.load(parts + place, mask=i < count, other=0.0) + tl.load(parts + size + place, mask=i < count, other=0.0)
+        tl.store(dg + place, g + tl.load(parts + 2 * size + place, mask=i < count, other=0.0), mask=i < count)
+    if NORMALIZE:
         _through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
         if not PRECONDITION:
             _through_norm(dk, k, rk, along_k, token, count, k_stride, H, head, K, BK, BLOCK, C)
@@ -294,13 +337,14 @@ def backward(
     dg = None if x.decay is None else x.decay.new_empty(N, H)
     statistic = None if x.forget is None else _statistic_buffers(x, M)
     parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
+    scratch = None if dg is None else torch.empty(3, N, H, dtype=torch.float32, device=x.k.device)
     choice = setting("gradients", x.k)
     launch(
         _gradients, M * H, (x.key, N * H % 4, M * H % 4),
-        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, a_start, x.forget, x.gain, x.center, *parts,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, V=V, BK=power_of_2(K), BV=min(choice.block, power_of_2(V)),
-        BLOCK=min(64, power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
+        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch, a_start, x.forget, x.gain, x.center, *parts,
+        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
+        K=K, V=V, BK=power_of_2(K), BV=min(128 if x.k.element_size() == 2 else 32, power_of_2(V)),
+        BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
         PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
