@@ -88,12 +88,14 @@ class Statistic:
 
 
 @triton.jit
-def _between(pairs, C: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+def _between(pairs, C: tl.constexpr, TURNED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """[C]: at t the sum of pairs [C, C] over i >= t > j. TURNED: pairs has row j, column i."""
     r, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if TURNED:
-        return tl.sum(tl.where(r < t, tl.dot(pairs, tl.where(r >= t, 1.0, 0.0), input_precision=PRECISION), 0.0), 0)
-    return tl.sum(tl.where(r >= t, tl.dot(pairs, tl.where(r < t, 1.0, 0.0), input_precision=PRECISION), 0.0), 0)
+        summed = tl.dot(pairs.to(DOT), tl.where(r >= t, 1.0, 0.0).to(DOT), input_precision=PRECISION)
+        return tl.sum(tl.where(r < t, summed, 0.0), 0)
+    summed = tl.dot(pairs.to(DOT), tl.where(r < t, 1.0, 0.0).to(DOT), input_precision=PRECISION)
+    return tl.sum(tl.where(r >= t, summed, 0.0), 0)
 
 
 @triton.jit
@@ -214,11 +216,6 @@ def _gradients(
     factor = beta * load_row(rows, WRITE, at, C)
     to_state, passed = beta * 0.0, 0.0
     pairs = tl.zeros((C, C), tl.float32)
-    if PRECONDITION:
-        p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
-        c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
-        sum_p, sum_c, sum_m = beta * 0.0, beta * 0.0, beta * 0.0
-        rk = load_row(rows, KEY_NORM, at, C)
     for d in tl.range(0, BK, BLOCK, num_stages=1):
         grad = tl.zeros((C, BLOCK), tl.float32)
         for e in tl.static_range(0, V, BV):
@@ -239,23 +236,32 @@ def _gradients(
         Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
         grad = tl.dot(one, Key, grad, input_precision=PRECISION)
         grad = tl.dot(two, Q, grad, input_precision=PRECISION)
-        if PRECONDITION:
+        store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
+    if DECAY:
+        tl.store(parts + place, _between(pairs * one.to(tl.float32), C, True, DOT, PRECISION), mask=i < count)
+    if PRECONDITION:
+        tl.debug_barrier()  # the threads read each other's stores
+        moved = tl.load(chunks + 2 * chunk, volatile=True) - token  # 0
+        token, count, at = token + moved, tl.load(chunks + 2 * chunk + 1, volatile=True), at + moved
+        place = (token + i).to(tl.int64) * H + head
+        p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
+        c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
+        sum_p, sum_c, sum_m = c * 0.0, c * 0.0, c * 0.0
+        rk = load_row(rows, KEY_NORM, at, C)
+        for d in tl.range(0, BK, BLOCK, num_stages=1):
+            khat = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C).to(tl.float32) * rk[:, None]
+            grad = load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
             grad, dp, dc, dm = _statistic(
-                grad, Key.to(tl.float32) * rk[:, None], a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count,
-                K, BLOCK, C, DOT, PRECISION,
-            )  # fmt: skip
-            grad *= rk[:, None]
+                grad, khat, a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count, K, BLOCK, C, DOT, PRECISION
+            )
             sum_p += dp
             sum_c += dc
             sum_m += dm
-        store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
-    if PRECONDITION:
+            store_tile(dk, grad * rk[:, None], token, count, H * K, head, d, K, BLOCK, C)
         tl.store(dforget + place, sum_p, mask=i < count)
         tl.store(dgain + place, sum_c, mask=i < count)
         tl.store(dcenter + at, tl.sum(tl.where(i < count, sum_m, 0.0)))
         tl.store(keep + at, last(tl.exp2(p_high + p_low), count, C))
-    if DECAY:
-        tl.store(parts + place, _between(pairs * one.to(tl.float32), C, True, PRECISION), mask=i < count)
     tl.debug_barrier()  # the threads read each other's stores
 
     # the key and the query that read
@@ -311,7 +317,7 @@ def _gradients(
         store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
         place = (token + i).to(tl.int64) * H + head
-        tl.store(parts + size + place, _between(pairs * two.to(tl.float32), C, False, PRECISION), mask=i < count)
+        tl.store(parts + size + place, _between(pairs * two.to(tl.float32), C, False, DOT, PRECISION), mask=i < count)
         around = _around(from_state, to_state, C) + tl.load(whole + at) * passed
         tl.store(parts + 2 * size + place, around, mask=i < count)
     tl.debug_barrier()
@@ -340,7 +346,7 @@ def backward(
     scratch = None if dg is None else torch.empty(3, N, H, dtype=torch.float32, device=x.k.device)
     choice = setting("gradients", x.k)
     launch(
-        _gradients, M * H, (x.key, N * H % 4, M * H % 4),
+        _gradients, M * H, (x.key, N % 16 == 0, N * H % 4, M * H % 4),
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, V=V, BK=power_of_2(K), BV=min(128 if x.k.element_size() == 2 else 32, power_of_2(V)),
