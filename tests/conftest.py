@@ -4,9 +4,15 @@ Packages are imported inside the fixtures: the kernels' tests run where torch an
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its own library is made for the interpreter, or not, when it is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 TEXT = Path(__file__).parent / "texts" / "genesis.txt"  # a verse a line, an empty line between chapters
 VERSES = 4  # a document
