@@ -147,7 +147,7 @@ class Mixer(nn.Module):
 
     def _mix(self, x: Tensor, cu_seqlens: Tensor | None, keep: bool) -> tuple[Tensor, State | None, Tensor | None]:
         mixed, columns = self._project(x)
-        mixed, history = short_conv(mixed, self.conv_weight, output_final_state=keep, cu_seqlens=cu_seqlens, backend=self.config.kernel)
+        mixed, history = short_conv(mixed, self.conv_weight, output_final_state=keep, cu_seqlens=cu_seqlens)
         q, k, v = self._heads(mixed)  # [B, T, H, K] each
         beta, decay, precond = self._gates(columns)
         o, state = delta_rule(

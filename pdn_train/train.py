@@ -199,8 +199,8 @@ def require_built(config: Config) -> None:
     """Raise ConfigError for what the configuration can say and the system cannot do yet."""
     if config.parallel.sequence > 1:
         raise ConfigError(f"parallel.sequence={config.parallel.sequence}: sequence parallelism is not built yet; use parallel.sequence=1")
-    if config.model.kernel == "triton":
-        raise ConfigError("model.kernel=triton: the Triton kernels are not built yet; use model.kernel=torch")
+    if config.model.kernel == "triton" and config.model.mixer.decay == "channel":
+        raise ConfigError(f"model.kernel=triton: the Triton kernels of {config.model.recurrence} are not built yet; use model.kernel=torch")
 
 
 def dry_run(config: Config, world_size: int) -> str:
@@ -234,6 +234,8 @@ def main(argv: list[str] | None = None) -> int:
         stop = StopRequest()
         world = World.detect(config.parallel.sequence, config.train.device)
         config.accumulation(world.size)
+        if config.model.kernel == "triton" and world.device.type != "cuda":
+            raise ConfigError(f"model.kernel=triton needs a GPU, and this rank computes on {world.device}; use model.kernel=torch")
     except ValueError as error:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr)
