@@ -185,6 +185,9 @@ def _gradients(
 ):  # fmt: skip
     """One program a chunk and head; BLOCK key channels at a time. PRECONDITION: w holds the write keys, else they are rk * k.
 
+    A sum over the accumulator of a product that a later product goes on with came out wrong on Hopper (Triton 3.6, 4 warps): so the
+    products that are summed end there, and the rows' factors of the next ones are applied after them.
+
     Registers are what is scarce: the key that writes comes first and alone, loops are not unrolled, and the chunk's token and rows are
     read again (volatile) between the parts, so that no address or mask of one part is kept for the next.
     """
@@ -209,7 +212,8 @@ def _gradients(
         two = tl.dot(U, tl.trans(dO), two, input_precision=PRECISION)
         store_tile(dv, beta[:, None] * dX.to(tl.float32), token, count, H * V, head, e, V, BV, C)
     tl.store(dbeta + place, tl.sum(tl.where(diagonal, one, 0.0), 1), mask=i < count)
-    span = _span(rows, at, count, C, DECAY, True) * _written(rows, at, C, PRECONDITION)[:, None]
+    span = _span(rows, at, count, C, DECAY, True)
+    written = _written(rows, at, C, PRECONDITION)
     one = tl.where(diagonal, 0.0, one * span) * load_row(rows, BETA, at, C)[None, :]
     one = (one * -load_row(rows, KEY_NORM, at, C)[None, :]).to(x)
     two = (two * span * (scale * load_row(rows, QUERY_NORM, at, C))[None, :]).to(x)
@@ -234,11 +238,12 @@ def _gradients(
             to_state += tl.sum(grad * W.to(tl.float32), 1)
             pairs = tl.dot(W, tl.trans(Key), pairs, input_precision=PRECISION)
         Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
-        grad = tl.dot(one, Key, grad, input_precision=PRECISION)
-        grad = tl.dot(two, Q, grad, input_precision=PRECISION)
+        near = tl.dot(one, Key, input_precision=PRECISION)
+        near = tl.dot(two, Q, near, input_precision=PRECISION)
+        grad += near * written[:, None]
         store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
-        tl.store(parts + place, _between(pairs * one.to(tl.float32), C, True, DOT, PRECISION), mask=i < count)
+        tl.store(parts + place, _between(pairs * one.to(tl.float32) * written[:, None], C, True, DOT, PRECISION), mask=i < count)
     if PRECONDITION:
         tl.debug_barrier()  # the threads read each other's stores
         moved = tl.load(chunks + 2 * chunk, volatile=True) - token  # 0
@@ -278,8 +283,8 @@ def _gradients(
         two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
     beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
     span = _span(rows, at, count, C, DECAY, False) * _written(rows, at, C, PRECONDITION)[None, :]
-    one = (tl.where(diagonal, 0.0, one * span) * (-beta * rk)[:, None]).to(x)
-    two = (two * span * (scale * rq)[:, None]).to(x)
+    one = tl.where(diagonal, 0.0, one * span).to(x)
+    two = (two * span).to(x)
     pairs = tl.zeros((C, C), tl.float32)
     from_state, along_k, along_q = beta * 0.0, beta * 0.0, beta * 0.0
     key_factor, query_factor = -beta * load_row(rows, KEY_READ, at, C), load_row(rows, QUERY_READ, at, C)
@@ -303,7 +308,7 @@ def _gradients(
         grad *= key_factor[:, None]
         if DECAY:
             from_state += tl.sum(grad * Key.to(tl.float32), 1)
-        grad = tl.dot(one, W, grad, input_precision=PRECISION)
+        grad += tl.dot(one, W, input_precision=PRECISION) * (-beta * rk)[:, None]
         grad += load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
         if NORMALIZE and not PRECONDITION:
             along_k += tl.sum(grad * Key.to(tl.float32), 1)
@@ -311,13 +316,13 @@ def _gradients(
         grad_q *= query_factor[:, None]
         if DECAY:
             from_state += tl.sum(grad_q * Q.to(tl.float32), 1)
-        grad_q = tl.dot(two, W, grad_q, input_precision=PRECISION)
+        grad_q += tl.dot(two, W, input_precision=PRECISION) * (scale * rq)[:, None]
         if NORMALIZE:
             along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
         store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
         place = (token + i).to(tl.int64) * H + head
-        tl.store(parts + size + place, _between(pairs * two.to(tl.float32), C, False, DOT, PRECISION), mask=i < count)
+        tl.store(parts + size + place, _between(pairs * two.to(tl.float32) * (scale * rq)[:, None], C, False, DOT, PRECISION), mask=i < count)
         around = _around(from_state, to_state, C) + tl.load(whole + at) * passed
         tl.store(parts + 2 * size + place, around, mask=i < count)
     tl.debug_barrier()
@@ -344,7 +349,7 @@ def backward(
     statistic = None if x.forget is None else _statistic_buffers(x, M)
     parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
     scratch = None if dg is None else torch.empty(3, N, H, dtype=torch.float32, device=x.k.device)
-    choice = setting("gradients", x.k)
+    choice = setting("gradients" if statistic is None else "gradients_preconditioned", x.k)
     launch(
         _gradients, M * H, (x.key, N % 16 == 0, N * H % 4, M * H % 4),
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch, a_start, x.forget, x.gain, x.center, *parts,
@@ -352,7 +357,7 @@ def backward(
         K=K, V=V, BK=power_of_2(K), BV=min(128 if x.k.element_size() == 2 else 32, power_of_2(V)),
         BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
         PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
-        DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages,
+        DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)
 
