@@ -351,7 +351,7 @@ def backward(
     scratch = None if dg is None else torch.empty(3, N, H, dtype=torch.float32, device=x.k.device)
     choice = setting("gradients" if statistic is None else "gradients_preconditioned", x.k)
     launch(
-        _gradients, M * H, (x.key, N % 16 == 0, N * H % 4, M * H % 4),
+        _gradients, M * H, (x.key, N % 16 == 0, N == 1, N * H % 4, M * H % 4),
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch, a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, V=V, BK=power_of_2(K), BV=min(128 if x.k.element_size() == 2 else 32, power_of_2(V)),
