@@ -177,8 +177,8 @@ def _through_norm(
 @triton.jit
 def _writes(
     q, k, w, rows, whole, h, u, dh, dx, do,  # inputs
-    dk, dv, dbeta, parts,  # outputs; parts [N, H, 4] fp32: terms of dg
-    chunks, H, q_stride, k_stride, scale,
+    dk, dv, dbeta, parts,  # outputs; parts [4, N, H] fp32: terms of dg
+    chunks, N, H, q_stride, k_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -193,6 +193,7 @@ def _writes(
     place = (token + i).to(tl.int64) * H + head
     x = q.dtype.element_ty
     diagonal = i[:, None] == i[None, :]
+    size = N.to(tl.int64) * H
     one = tl.zeros((C, C), tl.float32)
     two = tl.zeros((C, C), tl.float32)
     beta = load_row(rows, BETA, at, C)
@@ -236,8 +237,8 @@ def _writes(
         store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
         around = _around(to_state * 0.0, to_state, C) + tl.load(whole + at) * passed
-        tl.store(parts + 4 * place + 1, around, mask=i < count)
-        tl.store(parts + 4 * place, _between(pairs * one.to(tl.float32) * written[:, None], C, True, DOT, PRECISION), mask=i < count)
+        tl.store(parts + size + place, around, mask=i < count)
+        tl.store(parts + place, _between(pairs * one.to(tl.float32) * written[:, None], C, True, DOT, PRECISION), mask=i < count)
 
 
 @triton.jit
@@ -277,7 +278,7 @@ def _preconditions(
 def _reads(
     q, k, w, rows, h, u, dx, do, parts,  # inputs; parts also scratch
     dq, dk, dg,  # outputs; dk holds the part of the key that writes
-    chunks, H, q_stride, k_stride, scale,
+    chunks, N, H, q_stride, k_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -289,6 +290,7 @@ def _reads(
     place = (token + i).to(tl.int64) * H + head
     x = q.dtype.element_ty
     diagonal = i[:, None] == i[None, :]
+    size = N.to(tl.int64) * H
     one = tl.zeros((C, C), tl.float32)
     two = tl.zeros((C, C), tl.float32)
     for e in tl.static_range(0, V, BV):
@@ -338,13 +340,13 @@ def _reads(
         store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
         pairs *= two.to(tl.float32) * (scale * rq)[:, None]
-        tl.store(parts + 4 * place + 2, _between(pairs, C, False, DOT, PRECISION), mask=i < count)
-        tl.store(parts + 4 * place + 3, _around(from_state, from_state * 0.0, C), mask=i < count)
+        tl.store(parts + 2 * size + place, _between(pairs * two.to(tl.float32) * (scale * rq)[:, None], C, False, DOT, PRECISION), mask=i < count)
+        tl.store(parts + 3 * size + place, _around(from_state, from_state * 0.0, C), mask=i < count)
     tl.debug_barrier()  # the threads read each other's stores
     if DECAY:
-        g = tl.load(parts + 4 * place, mask=i < count, other=0.0) + tl.load(parts + 4 * place + 1, mask=i < count, other=0.0)
-        g += tl.load(parts + 4 * place + 2, mask=i < count, other=0.0)
-        tl.store(dg + place, g + tl.load(parts + 4 * place + 3, mask=i < count, other=0.0), mask=i < count)
+        g = tl.load(parts + place, mask=i < count, other=0.0) + tl.load(parts + size + place, mask=i < count, other=0.0)
+        g += tl.load(parts + 2 * size + place, mask=i < count, other=0.0)
+        tl.store(dg + place, g + tl.load(parts + 3 * size + place, mask=i < count, other=0.0), mask=i < count)
     if NORMALIZE:
         _through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
         if not PRECONDITION:
@@ -362,9 +364,9 @@ def backward(
     dg = None if x.decay is None else x.decay.new_empty(N, H)
     statistic = None if x.forget is None else _statistic_buffers(x, M)
     parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
-    terms = None if dg is None else torch.empty(N, H, 4, dtype=torch.float32, device=x.k.device)
+    terms = None if dg is None else torch.empty(4, N, H, dtype=torch.float32, device=x.k.device)
     choice = setting("gradients", x.k)
-    key = (x.key, N * H % 4, M * H % 4)
+    key = (x.key, N % 16 == 0, N * H % 4, M * H % 4)
     shape = {"K": K, "V": V, "BK": power_of_2(K), "BV": min(128 if x.k.element_size() == 2 else 32, power_of_2(V))}
     shape |= {"BLOCK": min(choice.block, power_of_2(K)), "C": layout.chunk}
     precision = {"PRECISION": dot_precision(x.k), "DOT": tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16}
@@ -373,7 +375,7 @@ def backward(
     launch(
         _writes, M * H, key,
         x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dk, dv, dbeta, terms,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, **shape, **kinds, **precision, **options,
+        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, **shape, **kinds, **precision, **options,
     )  # fmt: skip
     if statistic is not None:
         shape_k = {n: shape[n] for n in ("K", "BK", "BLOCK", "C")}
@@ -385,7 +387,7 @@ def backward(
     launch(
         _reads, M * H, key,
         x.q, x.k, solved.w, solved.rows, h, u, dx, do, terms, dq, dk, dg,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, **shape, **kinds, NORMALIZE=x.normalize, **precision, **options,
+        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, **shape, **kinds, NORMALIZE=x.normalize, **precision, **options,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)
 
