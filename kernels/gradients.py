@@ -175,25 +175,32 @@ def _through_norm(
 
 
 @triton.jit
-def _writes(
+def _gradients(
     q, k, w, rows, whole, h, u, dh, dx, do,  # inputs
-    dk, dv, dbeta, parts,  # outputs; parts [4, N, H] fp32: terms of dg
-    chunks, N, H, q_stride, k_stride, scale,
+    dq, dk, dv, dbeta, dg, parts,  # outputs; parts [3, N, H] fp32 is scratch
+    a_start, forget, gain, center, dforget, dgain, dcenter, dstart, keep,  # the statistic's inputs and outputs
+    chunks, N, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The key that writes: dk = dw, or r dkhat without a preconditioner; dv, dbeta, and two terms of dg. One program a chunk and head.
+    """One program a chunk and head; BLOCK key channels at a time. PRECONDITION: w holds the write keys, else they are rk * k.
 
-    BLOCK key channels at a time. PRECONDITION: w holds the write keys, else they are rk * k.
+    A sum over the accumulator of a product that a later product goes on with came out wrong on Hopper (Triton 3.6, 4 warps): so the
+    products that are summed end there, and the rows' factors of the next ones are applied after them.
+
+    Registers are what is scarce: the key that writes comes first and alone, loops are not unrolled, and the chunk's token and rows are
+    read again (volatile) between the parts, so that no address or mask of one part is kept for the next.
     """
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    i = tl.arange(0, C)
-    place = (token + i).to(tl.int64) * H + head
     x = q.dtype.element_ty
+    i = tl.arange(0, C)
     diagonal = i[:, None] == i[None, :]
+    place = (token + i).to(tl.int64) * H + head
     size = N.to(tl.int64) * H
+
+    # the key that writes: dw, or r dkhat. D1 and D2 turned, with the norms that the stored keys and queries lack
     one = tl.zeros((C, C), tl.float32)
     two = tl.zeros((C, C), tl.float32)
     beta = load_row(rows, BETA, at, C)
@@ -236,67 +243,42 @@ def _writes(
         grad += near * written[:, None]
         store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
-        around = _around(to_state * 0.0, to_state, C) + tl.load(whole + at) * passed
-        tl.store(parts + size + place, around, mask=i < count)
         tl.store(parts + place, _between(pairs * one.to(tl.float32) * written[:, None], C, True, DOT, PRECISION), mask=i < count)
+    if PRECONDITION:
+        tl.debug_barrier()  # the threads read each other's stores
+        moved = tl.load(chunks + 2 * chunk, volatile=True) - token  # 0
+        token, count, at = token + moved, tl.load(chunks + 2 * chunk + 1, volatile=True), at + moved
+        place = (token + i).to(tl.int64) * H + head
+        p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
+        c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
+        sum_p, sum_c, sum_m = c * 0.0, c * 0.0, c * 0.0
+        rk = load_row(rows, KEY_NORM, at, C)
+        for d in tl.range(0, BK, BLOCK, num_stages=1):
+            khat = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C).to(tl.float32) * rk[:, None]
+            grad = load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
+            grad, dp, dc, dm = _statistic(
+                grad, khat, a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count, K, BLOCK, C, DOT, PRECISION
+            )
+            sum_p += dp
+            sum_c += dc
+            sum_m += dm
+            store_tile(dk, grad * rk[:, None], token, count, H * K, head, d, K, BLOCK, C)
+        tl.store(dforget + place, sum_p, mask=i < count)
+        tl.store(dgain + place, sum_c, mask=i < count)
+        tl.store(dcenter + at, tl.sum(tl.where(i < count, sum_m, 0.0)))
+        tl.store(keep + at, last(tl.exp2(p_high + p_low), count, C))
+    tl.debug_barrier()  # the threads read each other's stores
 
-
-@triton.jit
-def _preconditions(
-    k, rows, a_start, forget, gain, center,  # inputs
-    dk, dforget, dgain, dcenter, dstart, keep,  # outputs
-    chunks, H, k_stride, log_bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """dk, which holds dw, becomes r dkhat of w = b khat; and the chunk's own part of the statistic's gradients."""
-    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    at = (chunk * H + head).to(tl.int64)
-    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    i = tl.arange(0, C)
-    place = (token + i).to(tl.int64) * H + head
-    p_high, p_low = cumulate(load_gate(forget, token, count, H, head, C))
-    c, m = load_gate(gain, token, count, H, head, C), tl.load(center + head)
-    sum_p, sum_c, sum_m = c * 0.0, c * 0.0, c * 0.0
-    rk = load_row(rows, KEY_NORM, at, C)
-    for d in tl.range(0, BK, BLOCK, num_stages=1):
-        khat = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C).to(tl.float32) * rk[:, None]
-        grad = load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
-        grad, dp, dc, dm = _statistic(
-            grad, khat, a_start, dstart, at, d, p_high, p_low, c, m, log_bound, eps, count, K, BLOCK, C, DOT, PRECISION
-        )
-        sum_p += dp
-        sum_c += dc
-        sum_m += dm
-        store_tile(dk, grad * rk[:, None], token, count, H * K, head, d, K, BLOCK, C)
-    tl.store(dforget + place, sum_p, mask=i < count)
-    tl.store(dgain + place, sum_c, mask=i < count)
-    tl.store(dcenter + at, tl.sum(tl.where(i < count, sum_m, 0.0)))
-    tl.store(keep + at, last(tl.exp2(p_high + p_low), count, C))
-
-
-@triton.jit
-def _reads(
-    q, k, w, rows, h, u, dx, do, parts,  # inputs; parts also scratch
-    dq, dk, dg,  # outputs; dk holds the part of the key that writes
-    chunks, N, H, q_stride, k_stride, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The key and the query that read: adds to dk, writes dq and dg, and takes dq, and dk without a preconditioner, through the norm."""
-    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    at = (chunk * H + head).to(tl.int64)
-    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    i = tl.arange(0, C)
-    place = (token + i).to(tl.int64) * H + head
-    x = q.dtype.element_ty
-    diagonal = i[:, None] == i[None, :]
-    size = N.to(tl.int64) * H
+    # the key and the query that read
+    moved = tl.load(chunks + 2 * chunk, volatile=True) - token  # 0
+    token, count, at, chunk = token + moved, tl.load(chunks + 2 * chunk + 1, volatile=True), at + moved, chunk + moved
     one = tl.zeros((C, C), tl.float32)
     two = tl.zeros((C, C), tl.float32)
     for e in tl.static_range(0, V, BV):
-        U = load_tile(u, token, count, H * V, head, e, V, BV, C)
-        dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
-        dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+        if V > BV:
+            U = load_tile(u, token, count, H * V, head, e, V, BV, C)
+            dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
+            dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
         one = tl.dot(dX, tl.trans(U), one, input_precision=PRECISION)
         two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
     beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
@@ -339,14 +321,16 @@ def _reads(
             along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
         store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
-        pairs *= two.to(tl.float32) * (scale * rq)[:, None]
-        tl.store(parts + 2 * size + place, _between(pairs * two.to(tl.float32) * (scale * rq)[:, None], C, False, DOT, PRECISION), mask=i < count)
-        tl.store(parts + 3 * size + place, _around(from_state, from_state * 0.0, C), mask=i < count)
-    tl.debug_barrier()  # the threads read each other's stores
+        place = (token + i).to(tl.int64) * H + head
+        tl.store(parts + size + place, _between(pairs * two.to(tl.float32) * (scale * rq)[:, None], C, False, DOT, PRECISION), mask=i < count)
+        around = _around(from_state, to_state, C) + tl.load(whole + at) * passed
+        tl.store(parts + 2 * size + place, around, mask=i < count)
+    tl.debug_barrier()
+    token = token + tl.load(chunks + 2 * chunk, volatile=True) - token
     if DECAY:
+        place = (token + i).to(tl.int64) * H + head
         g = tl.load(parts + place, mask=i < count, other=0.0) + tl.load(parts + size + place, mask=i < count, other=0.0)
-        g += tl.load(parts + 2 * size + place, mask=i < count, other=0.0)
-        tl.store(dg + place, g + tl.load(parts + 3 * size + place, mask=i < count, other=0.0), mask=i < count)
+        tl.store(dg + place, g + tl.load(parts + 2 * size + place, mask=i < count, other=0.0), mask=i < count)
     if NORMALIZE:
         _through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
         if not PRECONDITION:
@@ -364,30 +348,17 @@ def backward(
     dg = None if x.decay is None else x.decay.new_empty(N, H)
     statistic = None if x.forget is None else _statistic_buffers(x, M)
     parts = (None,) * 5 if statistic is None else (statistic.forget, statistic.gain, statistic.center, statistic.start, statistic.keep)
-    terms = None if dg is None else torch.empty(4, N, H, dtype=torch.float32, device=x.k.device)
-    choice = setting("gradients", x.k)
-    key = (x.key, N % 16 == 0, N * H % 4, M * H % 4)
-    shape = {"K": K, "V": V, "BK": power_of_2(K), "BV": min(128 if x.k.element_size() == 2 else 32, power_of_2(V))}
-    shape |= {"BLOCK": min(choice.block, power_of_2(K)), "C": layout.chunk}
-    precision = {"PRECISION": dot_precision(x.k), "DOT": tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16}
-    options = {"num_warps": choice.warps, "num_stages": choice.stages, "maxnreg": choice.registers}
-    kinds = {"DECAY": x.decay is not None, "PRECONDITION": solved.w is not None}
+    tokens = max(N, 2)  # Triton makes a constant of an argument that is 1
+    scratch = None if dg is None else torch.empty(3, tokens, H, dtype=torch.float32, device=x.k.device)
+    choice = setting("gradients" if statistic is None else "gradients_preconditioned", x.k)
     launch(
-        _writes, M * H, key,
-        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dk, dv, dbeta, terms,
-        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, **shape, **kinds, **precision, **options,
-    )  # fmt: skip
-    if statistic is not None:
-        shape_k = {n: shape[n] for n in ("K", "BK", "BLOCK", "C")}
-        launch(
-            _preconditions, M * H, key,
-            x.k, solved.rows, a_start, x.forget, x.gain, x.center, dk, *parts,
-            layout.chunks, H, x.k.stride(0), x.log_bound, x.eps, **shape_k, **precision, **options,
-        )  # fmt: skip
-    launch(
-        _reads, M * H, key,
-        x.q, x.k, solved.w, solved.rows, h, u, dx, do, terms, dq, dk, dg,
-        layout.chunks, N, H, x.q.stride(0), x.k.stride(0), x.scale, **shape, **kinds, NORMALIZE=x.normalize, **precision, **options,
+        _gradients, M * H, (x.key, tokens % 16 == 0, N * H % 4, M * H % 4),
+        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch, a_start, x.forget, x.gain, x.center, *parts,
+        layout.chunks, tokens, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
+        K=K, V=V, BK=power_of_2(K), BV=min(128 if x.k.element_size() == 2 else 32, power_of_2(V)),
+        BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
+        PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 LIMIT = 232448  # bytes of shared memory a block
-SPILLED = {"_writes": 512, "_preconditions": 512, "_reads": 2304}  # bytes a thread that are known (LOG.md); none elsewhere
+SPILLED = {"_gradients": 4096}  # bytes a thread that are known (LOG.md); none elsewhere
 
 
 @pytest.mark.parametrize("what", ["16 bit", "16 bit, plain, long", "fp32"])
@@ -23,6 +23,6 @@ def test_variants(what):
     done = subprocess.run([sys.executable, HERE / "sm90.py", what], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert {row["kernel"] for row in rows} >= {"_solve", "_scan", "_reads"}
+    assert {row["kernel"] for row in rows} >= {"_solve", "_scan", "_gradients"}
     bad = [row for row in rows if row["spilled"] > SPILLED.get(row["kernel"], 0) or row["shared"] > LIMIT]
     assert not bad, bad
