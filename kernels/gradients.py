@@ -322,7 +322,8 @@ def _gradients(
         store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY:
         place = (token + i).to(tl.int64) * H + head
-        tl.store(parts + size + place, _between(pairs * two.to(tl.float32) * (scale * rq)[:, None], C, False, DOT, PRECISION), mask=i < count)
+        between = _between(pairs * two.to(tl.float32) * (scale * rq)[:, None], C, False, DOT, PRECISION)
+        tl.store(parts + size + place, between, mask=i < count)
         around = _around(from_state, to_state, C) + tl.load(whole + at) * passed
         tl.store(parts + 2 * size + place, around, mask=i < count)
     tl.debug_barrier()
@@ -353,12 +354,14 @@ def backward(
     choice = setting("gradients" if statistic is None else "gradients_preconditioned", x.k)
     launch(
         _gradients, M * H, (x.key, tokens % 16 == 0, N * H % 4, M * H % 4),
-        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch, a_start, x.forget, x.gain, x.center, *parts,
+        x.q, x.k, solved.w, solved.rows, solved.whole, h, u, dh, dx, do, dq, dk, dv, dbeta, dg, scratch,
+        a_start, x.forget, x.gain, x.center, *parts,
         layout.chunks, tokens, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, V=V, BK=power_of_2(K), BV=min(128 if x.k.element_size() == 2 else 32, power_of_2(V)),
         BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DECAY=x.decay is not None,
         PRECONDITION=solved.w is not None, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
-        DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16, num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
+        DOT=tl.float32 if x.k.dtype == torch.float32 else tl.bfloat16,
+        num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Gradients(dq, dk, dv, dbeta, dg, statistic)
 

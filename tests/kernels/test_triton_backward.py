@@ -126,14 +126,14 @@ NAMES = ("dn", "gdn", "pdn", "pgdn")
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("T", [1, 64, 65, 150])
+@pytest.mark.parametrize("T", [1, 32, 70])
 def test_lengths(name, T, case, assert_close):
-    assert_close(*run(case(name, T, B=2, H=2, K=20, V=24)), TOLERANCE)
+    assert_close(*run(case(name, T, B=2, H=1, K=20, V=24)), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequences(name, case, assert_close):
-    bounds = [0, 0, 1, 66, 66, 67, 195, 195]
+    bounds = [0, 0, 1, 34, 34, 35, 100, 100]
     assert_close(*run(case(name, bounds[-1], H=2, K=16, V=20, bounds=bounds)), TOLERANCE)
 
 
@@ -141,9 +141,9 @@ def test_packed_sequences(name, case, assert_close):
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("gates", ["zero", "strong", "alternating"])
 def test_extreme_gates(name, gates, state, case, assert_close):
-    one = case(name, 130, B=1, H=1, K=16, V=16, state=state)
+    one = case(name, 66, B=1, H=1, K=16, V=16, state=state)
     shape = one.tensors["decay"].shape
-    g = {"zero": torch.zeros(shape), "strong": torch.full(shape, -30.0), "alternating": torch.arange(130.0).view(1, -1, 1) % 2 * -30}[gates]
+    g = {"zero": torch.zeros(shape), "strong": torch.full(shape, -30.0), "alternating": torch.arange(66.0).view(1, -1, 1) % 2 * -30}[gates]
     for gate in ("decay", "p") if name == "pgdn" else ("decay",):
         got, judge = run(one.with_(**{gate: g.double().expand(shape)}))
         assert_close(got, judge, TOLERANCE)
@@ -151,15 +151,15 @@ def test_extreme_gates(name, gates, state, case, assert_close):
 
 @pytest.mark.parametrize("name", ["dn", "pgdn"])
 def test_writes_that_are_off_still_have_a_gradient(name, case, assert_close):
-    one = case(name, 70, B=1, H=1, K=16, V=16)
-    assert_close(*run(one.with_(beta=one.tensors["beta"] * (torch.arange(70) % 3 > 0).view(1, -1, 1))), TOLERANCE)
+    one = case(name, 40, B=1, H=1, K=16, V=16)
+    assert_close(*run(one.with_(beta=one.tensors["beta"] * (torch.arange(40) % 3 > 0).view(1, -1, 1))), TOLERANCE)
 
 
 def test_nothing_outside_is_read(case):
-    one = case("pgdn", 70, B=2, H=2, K=20, V=24)
+    one = case("pgdn", 40, B=2, H=2, K=20, V=24)
     got = [run(one, lambda x, poison=poison: place(x, poison))[0] for poison in (float("nan"), 1e4)]
     assert all(torch.equal(got[0][n], got[1][n]) for n in got[0])
 
 
 def test_wide_heads(case, assert_close):
-    assert_close(*run(case("pgdn", 66, B=1, H=1, K=136, V=144)), TOLERANCE)
+    assert_close(*run(case("pgdn", 34, B=1, H=1, K=136, V=144)), TOLERANCE)
