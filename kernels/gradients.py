@@ -19,13 +19,14 @@ longer spans, which would lose a strong decay's tiny gradient:
          + exp(G_C) <S, dS'>                                                                 from state to state
 
 Without a preconditioner w is khat, and dw is added to dkhat. With one, w = b khat and b comes of the statistic (`_statistic`): what stays
-inside the chunk is done here, while dw is in registers, and the rest in `kernels.statistic_backward`. Last, as khat = k / sqrt(sum k^2
-+ 1e-6): dk = rk (dkhat - khat (khat . dkhat)), and q likewise.
+inside the chunk is done here, and the rest, with the key's normalisation, in `kernels.statistic_backward`. Norms: khat = rk k, so dk =
+rk dkhat - rk^2 k (k . rk dkhat), and q likewise.
 
-The products that need D1^T and D2^T are made as khat^T D1 and qhat^T D2, and only their sum is turned: Triton before 3.7.1 can go wrong
-on Hopper where the left operand is the transpose of a product.
+The products with D1^T and D2^T have these made outright, as U dX^T and U dO^T: Triton before 3.7.1 can go wrong on Hopper where the left
+operand is the transpose of a product.
 
-Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx (and w), h, dh, writes dq, dk, dv: 3.1 (3.3) KB.
+Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx (and w), h, dh, writes dq, dk, dv: 3.1 (3.3) KB; q, k, w, h and dk are read
+two or three times, mostly from the cache.
 """
 
 from __future__ import annotations
