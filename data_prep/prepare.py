@@ -271,7 +271,10 @@ class _Run:
         self._check_bad(at_least=1)
         for split, writer in self.writers.items():
             if not writer.totals.documents:
-                raise PrepareError(f"no document went to the {split} split ({self.documents} documents, {len(self.faults)} bad records)")
+                raise PrepareError(
+                    f"no document went to the {split} split ({self.documents} documents, {len(self.faults)} bad records); "
+                    "remove the output folder and give a larger (for train: smaller) --val-fraction, or more documents"
+                )
         for split in reversed(self.writers):
             write_manifest(self.writers[split].folder, self.writers[split].finish())
         self._summarise()
