@@ -113,8 +113,10 @@ class Checkpoints:
     def restore(self, saved: Saved, engine, config: Config) -> None:
         """Load weights, masters, moments and RNG; through the universal form where the world size or the ZeRO stage has changed."""
         here = {"size": self._world.size, "sequence": self._world.sequence, "zero": config.parallel.zero}
+        then = saved.state["config"]
         same_layout = all(saved.state["world"][k] == here[k] for k in ("size", "zero"))
-        if same_layout and saved.state["config"]["train"]["precision"] == config.train.precision:
+        same_groups = then["optim"]["decay_all"] == config.optim.decay_all  # which parameters lie side by side
+        if same_layout and same_groups and then["train"]["precision"] == config.train.precision:
             engine.load(saved.folder)
             _set_rng_state(torch.load(saved.folder / f"rng_{self._world.rank:05d}.pt", weights_only=False))
             return
@@ -129,8 +131,8 @@ class Checkpoints:
         self._world.from_leader(lambda: shutil.rmtree(universal))
 
     def require_space(self, parameters: int) -> None:
-        """Raise CheckpointError where the disk cannot hold one more checkpoint: 14 bytes a parameter (weights, masters, moments)."""
-        self._world.from_leader(lambda: _require_space(self.root, parameters * 14))
+        """Raise CheckpointError where the disk cannot hold one more checkpoint: up to 16 bytes a parameter (weights, masters, moments)."""
+        self._world.from_leader(lambda: _require_space(self.root, parameters * 16))
 
     def _prepare(self, temporary: Path) -> None:
         for old in self.root.glob("step_*.tmp"):
@@ -166,7 +168,7 @@ class Checkpoints:
         sync_folder(self.root)
         _complete(final, text)
         marker.unlink()
-        self._prune()
+        self._prune(_step(final))
 
     def _finish_publications(self) -> None:
         for marker in self.root.glob("step_*.publishing"):
@@ -181,9 +183,10 @@ class Checkpoints:
         for rest in [*self.root.glob("step_*.tmp"), *self.root.glob("step_*.universal")]:
             shutil.rmtree(rest)
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
+        """Keep `keep` checkpoints and the milestones up to step `newest`; later ones were passed over as damaged and count for nothing."""
         kept = 0
-        for folder in _folders(self.root):
+        for folder in (f for f in _folders(self.root) if _step(f) <= newest):
             if kept and not (folder / "COMPLETE").exists():  # a removal that was cut short
                 shutil.rmtree(folder)
                 continue
@@ -277,7 +280,10 @@ def _read_state(folder: Path, published: bool = True) -> tuple[dict | None, str 
         text = (folder / "state.json").read_bytes()
         if published and (folder / "COMPLETE").read_text().strip() != hashlib.sha256(text).hexdigest():
             return None, "COMPLETE does not match state.json"
-        return json.loads(text), None
+        state = json.loads(text)
+        if state["version"] != VERSION:
+            return None, f"state.json is of version {state['version']}, this code reads {VERSION}"
+        return state, None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:

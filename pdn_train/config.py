@@ -107,7 +107,7 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     decay_steps: Count = 0  # the last part of a wsd schedule
     betas: Annotated[tuple[Fraction, Fraction], Strict(False)] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     weight_decay: Rate = 0.01
     decay_all: bool = False  # decay every parameter, as the paper's runs do, instead of the matrices only
     clip: Rate = 1.0  # of the global gradient norm; 0: off
@@ -185,7 +185,7 @@ class ProfileConfig(Section):
 class Config(Section):
     """A whole run. Build it with `load`; `dump` gives the YAML text that `load` reads back."""
 
-    run_dir: str
+    run_dir: Annotated[str, Field(min_length=1)]
     init_from: str | None = None  # weights only, from a run, a checkpoint or an export
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -210,8 +210,11 @@ class Config(Section):
                 "parallel.zero=0 with train.precision=bf16: DeepSpeed's stage 0 starts Adam's count at 1 there and so trains differently; "
                 "use parallel.zero=1"
             )
-        if self.profile.stop < self.profile.start:
-            raise ValueError(f"profile.stop={self.profile.stop} is before profile.start={self.profile.start}")
+        if not self.profile.start <= self.profile.stop <= self.train.steps:
+            raise ValueError(
+                f"profile.start={self.profile.start}, profile.stop={self.profile.stop}: they must rise and end by "
+                f"train.steps={self.train.steps}"
+            )
         if self.train.compile and self.train.activation_checkpoint == "selective":
             raise ValueError(
                 "train.compile=true with train.activation_checkpoint=selective: compiled blocks would run eagerly; use none or block"
@@ -275,8 +278,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     tree = parse(text, str(path))
     for item in overrides or []:
         _override(tree, item)
@@ -293,7 +296,7 @@ def build(tree: dict, source: str) -> Config:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; `load` of it gives the same Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def parse(text: str, source: str) -> dict:
@@ -342,6 +345,13 @@ for _tag, _pattern, _first in (
     ("float", r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that the loader would take for a number, such as 1e4."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 # YAML's own float constructor accepts what the pattern lets through; leading zeros such as 012 must not reach it as 12.0
 _Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _number(loader.construct_scalar(node)))
 

@@ -220,6 +220,15 @@ def check_same_tokenizer(a: Samples, b: Samples) -> None:
             )
 
 
+def check_tokenizer_file(samples: Samples) -> None:
+    """Raise ShardError where the tokenizer beside the shards is missing or is not the one their manifest names."""
+    wanted, path = samples.manifests[0].tokenizer.sha256, samples.tokenizer
+    if not path.is_file():
+        raise ShardError(f"{path} is missing: the tokenizer of these shards (sha256 {wanted}); copy it back or prepare the shards again")
+    if _sha256(path) != wanted:
+        raise ShardError(f"{path} is not the tokenizer of these shards: expected sha256 {wanted}, found {_sha256(path)}; copy it back")
+
+
 def _check_weights(weights: dict[str, float]) -> None:
     if not weights:
         raise ShardError("data.path names no folder: give a folder of shards, or {folder: weight, ...}")

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ without_gpu()
 import deepspeed  # noqa: E402 - it looks for its accelerator when it is imported
 from deepspeed.accelerator import get_accelerator, set_accelerator  # noqa: E402
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
+from deepspeed.utils import groups  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # noqa: E402
 
@@ -78,6 +80,8 @@ class Engine:
         self._order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._optimizer = optimizer
         _compute_on(world.device)
+        # DeepSpeed would make a world of its own for its collectives, with torch's default timeout
+        groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.hang_seconds))
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory reports whatever its log level
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
         self.model: nn.Module = self._engine.module
@@ -132,9 +136,12 @@ class Engine:
 
     def load(self, folder: Path) -> None:
         """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, bit for bit."""
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
         if found is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {folder}")
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)  # the configuration's weight decay and betas, not those of the file
         zero.link_moments(self._engine.optimizer)
 
     def put_universal(self, folder: Path, applied_steps: int) -> None:
@@ -192,7 +199,8 @@ def to_universal(checkpoint: Path, output: Path) -> None:
         return
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(checkpoint)]
     command += ["--output_folder", str(output), "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # In a session of its own: a signal to all of the job's processes must not end the conversion, which the job then waits for
+    done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     (output.parent / "latest_universal").unlink(missing_ok=True)  # it would name a folder that is gone after loading
     if done.returncode:
         raise RuntimeError(f"DeepSpeed's universal conversion of {checkpoint} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

@@ -26,7 +26,12 @@ class Profiler:
             self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
             self._profiler.start()
         yield
-        if self._profiler is not None and step + 1 >= self._config.stop:
+        if step + 1 >= self._config.stop:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace of the steps so far, where one is being recorded."""
+        if self._profiler is not None:
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(self._folder / f"steps_{self._config.start}_{self._config.stop}.pt.trace.json"))
             self._profiler = None

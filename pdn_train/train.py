@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, require_same_run
 from pdn_train.config import Config, ConfigError, dump, load
-from pdn_train.data import Loader, Samples, check_same_tokenizer, open_samples
+from pdn_train.data import Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.evaluate import evaluate_loss
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
@@ -33,7 +33,7 @@ from pdn_train.profiling import Profiler
 from pdn_train.rundir import Lease, RunDir, RunDirError
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest
-from pdn_train.weights import WeightsError, load_into, load_weights
+from pdn_train.weights import WeightsError, find, load_into, load_weights
 from pdn_train.world import Disagreement, World, is_first_rank
 
 log = logging.getLogger("pdn_train")
@@ -50,7 +50,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         if saved is not None:
             world.together(lambda: require_same_run(saved, config, samples.fingerprint))
         model = build_model(config)
-        warm = warm_start(config, world, model) if saved is None and config.init_from is not None else None
+        warm = warm_start(config, world, model, samples) if saved is None and config.init_from is not None else None
         parameters = sum(p.numel() for p in model.parameters())
         checkpoints.require_space(parameters)
         engine = Engine(model, config, world)
@@ -95,6 +95,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                         journal.validation(settled, *validate(engine, validation, config, world))
                 if progress.step % config.checkpoint.every == 0:
                     save()
+        profiler.close()
         if checkpoints.last_step != progress.step:
             save(whatever=True)
         journal.close()
@@ -111,6 +112,7 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
     def act() -> tuple[Samples, Samples | None]:
         data = config.data
         samples = open_samples(data.path, data.seq_len, data.seed, config.model.vocab_size)
+        check_tokenizer_file(samples)
         if not config.eval.every:
             return samples, None
         validation = open_samples(data.val_path, data.seq_len, data.seed, config.model.vocab_size, sequential=True)
@@ -150,11 +152,16 @@ def build_model(config: Config) -> LanguageModel:
     return model
 
 
-def warm_start(config: Config, world: World, model: LanguageModel) -> dict[str, Tensor] | None:
-    """The weights of `init_from`, read once, by rank 0 (None elsewhere), after checking that they fit the model."""
+def warm_start(config: Config, world: World, model: LanguageModel, samples: Samples) -> dict[str, Tensor] | None:
+    """The weights of `init_from`, read once, by rank 0 (None elsewhere), if they fit the model and the shards' tokenizer."""
     found: list[dict[str, Tensor]] = []
 
     def act() -> None:
+        tokenizer = find(config.init_from).tokenizer
+        if tokenizer is not None and tokenizer.read_bytes() != samples.tokenizer.read_bytes():
+            raise WeightsError(
+                f"init_from={config.init_from} was trained with the tokenizer {tokenizer}, the shards have {samples.tokenizer}"
+            )
         found.append(load_weights(config.init_from))
         load_into(model, found[0], config.init_from)
 

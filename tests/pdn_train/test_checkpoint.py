@@ -131,6 +131,13 @@ def test_the_newest_are_kept_and_the_milestones(root):
     assert names(root) == [folder_name(s) for s in (2000, 3000, 3500, 4000)]
 
 
+def test_damaged_later_ones_do_not_push_out_what_is_saved_after_them(root):
+    save(root, 4, 6, keep=1, keep_every=4)
+    damage_flipped_bit(root / folder_name(6))
+    checkpoints = save(root, 5, keep=1, keep_every=4)
+    assert checkpoints.newest().progress.step == 5
+
+
 def test_saving_the_same_step_again_replaces_it(root):
     checkpoints = save(root, 10)
     damage_flipped_bit(root / folder_name(10))

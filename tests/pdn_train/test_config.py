@@ -66,6 +66,8 @@ REFUSED = [
     ("train: {compile: true, activation_checkpoint: selective}", ["train.compile=true", "selective", "use none or block"]),
     ("train: {compile: true}\ndata: {reset_at_documents: true, path: x}", ["train.compile=true", "data.reset_at_documents=true"]),
     ("resume: {allow: [optim.rl]}", ["resume.allow", "'optim.rl'", "did you mean 'optim.lr'"]),
+    ("profile: {start: 2, stop: 40000}", ["profile.stop=40000", "train.steps=30000"]),
+    ("optim: {eps: 1e999}", ["optim.eps"]),
     ("optim: {schedule: wsd}", ["optim.decay_steps"]),
     ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100"]),
     ("eval: {every: 10}", ["data.val_path"]),
@@ -102,7 +104,9 @@ def test_neg_eigval_is_fine_without_a_preconditioner_or_with_bound_one(write):
 
 
 def test_dump_reads_back_as_the_same_configuration(write, tmp_path):
-    config = load(write(), ["data.path={a: 1, b: 2.5}", "optim.betas=[0.9, 0.99]", "launch.setup=['module load x']", "init_from=null"])
+    config = load(
+        write(), ["data.path={a: 1, b: 2.5}", "optim.betas=[0.9, 0.99]", "launch.setup=['module load x', '1e4']", "init_from='1e-3'"]
+    )
     (tmp_path / "again.yaml").write_text(dump(config))
     assert load(tmp_path / "again.yaml") == config
 

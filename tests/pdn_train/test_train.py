@@ -250,6 +250,29 @@ def test_more_steps_on_resume_and_a_change_that_is_refused(whole, write):
     finish(start_one(config, "train.steps=8"))  # already past its end: done, not a requeue for ever
 
 
+def test_what_is_allowed_to_change_does_change(whole, write):
+    """Weight decay and betas of the configuration, not those that DeepSpeed's files carry; another grouping of the parameters."""
+    ends = {}
+    for name, change in {"same": "optim.eps=1e-8", "decay": "optim.weight_decay=50", "groups": "optim.decay_all=true"}.items():
+        config = write(name)
+        shutil.copytree(run_dir(whole[0]), run_dir(config))
+        finish(start_one(config, "train.steps=17", change, f"resume.allow=[{change.split('=')[0]}]", "profile.start=14", "profile.stop=16"))
+        ends[name] = [e["loss"] for e in metrics(config)[14:]]
+        assert list((run_dir(config) / "tb").glob("*.trace.json"))
+    assert ends["decay"][0] == pytest.approx(ends["same"][0], rel=1e-4) and abs(ends["decay"][2] - ends["same"][2]) > 1e-3
+    assert ends["groups"] == pytest.approx(ends["same"], rel=1e-3)
+
+
+def test_a_tokenizer_that_is_not_the_shards_is_named(write, tiny_shards):
+    config = write("tokenizer")
+    broken = config.parent / "shards"
+    shutil.copytree(tiny_shards, broken)
+    (broken / "tokenizer.model").write_bytes(b"another")
+    assert "is not the tokenizer of these shards" in finish(start_one(config, f"data.path={broken}"), 1)
+    (broken / "tokenizer.model").unlink()
+    assert "tokenizer.model is missing" in finish(start_one(config, f"data.path={broken}"), 1)
+
+
 def test_a_warm_start_takes_the_weights_only(whole, write):
     config = write("warm")
     finish(start_one(config, f"init_from={run_dir(whole[0])}", "train.steps=3", "optim.warmup_steps=0"))
