@@ -281,8 +281,8 @@ def _read_state(folder: Path, published: bool = True) -> tuple[dict | None, str 
         if published and (folder / "COMPLETE").read_text().strip() != hashlib.sha256(text).hexdigest():
             return None, "COMPLETE does not match state.json"
         state = json.loads(text)
-        if state["version"] != VERSION:
-            return None, f"state.json is of version {state['version']}, this code reads {VERSION}"
+        if state.get("version") != VERSION:
+            return None, f"state.json is of version {state.get('version')}, this code reads {VERSION}"
         return state, None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
