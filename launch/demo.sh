@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a small language model: sets up, prepares Shakespeare's plays, trains a PGDN on two processes, evaluates it and lets it write.
-# Needs Python 3.11 and a compiler; takes 4 to 8 minutes on two CPU cores, set-up included. Runs again from where it stopped.
+# Needs Python 3.11 and a compiler; takes 3 to 5 minutes on two CPU cores, set-up included. Runs again from where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/environment.sh
