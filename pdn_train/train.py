@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, require_same_run
 from pdn_train.config import Config, ConfigError, dump, load
-from pdn_train.data import Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
+from pdn_train.data import Batch, Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.evaluate import evaluate_loss
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
@@ -68,18 +69,21 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         profiler = Profiler(config.profile, run_dir.tensorboard, world)
         tokens_per_step = config.train.global_batch * config.data.seq_len
 
-        def save(whatever: bool = False) -> None:
+        def save(in_streak: bool = False) -> None:
             settled = journal.flush()
-            if settled.skipped_in_row and not whatever:
+            if settled.skipped_in_row and not in_streak:
                 return  # weights are those of an earlier step, and in a long streak its checkpoint must not be pruned away
             with journal.paused():
                 checkpoints.save(engine, settled, config, samples.fingerprint)
 
         with closing(loader.steps(progress.position)) as steps:
             while progress.step < config.train.steps:
-                batches, position = next(steps)
-                # One small exchange between the hosts a step: how many targets it has, and whether any rank was told to stop
-                targets, stopping, lost = world.sum([sum(b.targets for b in batches), stop.name is not None, lease.lost is not None])
+                batches, position, fault = take_batches(steps)
+                # One small exchange between the hosts a step: its targets, and whether any rank was told to stop or cannot read its samples
+                flags = [stop.name is not None, lease.lost is not None, fault is not None]
+                targets, stopping, lost, unread = world.sum([sum(b.targets for b in batches), *flags])
+                if unread:
+                    raise fault or Disagreement("another rank cannot read its samples; its own line says why")
                 if lost:
                     raise RunDirError(lease.lost or "rank 0 lost the lease of the run folder to another job")
                 if stopping:
@@ -97,7 +101,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                     save()
         profiler.close()
         if checkpoints.last_step != progress.step:
-            save(whatever=True)
+            save(in_streak=True)
         journal.close()
         done = progress.step >= config.train.steps
         if world.leads:
@@ -120,6 +124,14 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
         return samples, validation
 
     return world.each(act)
+
+
+def take_batches(steps: Iterator[tuple[list[Batch], int]]) -> tuple[list[Batch], int, ShardError | None]:
+    """The next step's micro-batches and the position after it, or no batches and the fault met in reading them."""
+    try:
+        return *next(steps), None
+    except ShardError as error:
+        return [], 0, error
 
 
 def resumed(saved: Saved, config: Config) -> Progress:

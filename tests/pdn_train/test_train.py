@@ -263,6 +263,20 @@ def test_what_is_allowed_to_change_does_change(whole, write):
     assert ends["groups"] == pytest.approx(ends["same"], rel=1e-3)
 
 
+def test_a_stray_id_stops_every_rank_with_its_place(write, tiny_shards):
+    """One id beyond the vocabulary, met by one rank in the middle of the run: the other does not wait for it in a collective."""
+    config = write("stray")
+    broken = config.parent / "shards"
+    shutil.copytree(tiny_shards, broken)
+    file = sorted(broken.glob("*.bin"))[0]
+    with file.open("r+b") as shard:
+        shard.seek(2 * 1000)
+        shard.write((600).to_bytes(2, "little"))
+    said = finish(start(config, f"data.path={broken}", "train.steps=400", "eval.every=0"), 1)
+    assert f"{file.name}: token id 600 at token 1000" in said and "Disagreement: another rank cannot read its samples" in said
+    assert "gloo" not in said
+
+
 def test_a_tokenizer_that_is_not_the_shards_is_named(write, tiny_shards):
     config = write("tokenizer")
     broken = config.parent / "shards"
