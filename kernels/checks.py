@@ -28,15 +28,13 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} is not one of 'triton', 'torch', 'reference'")
 
 
-def check_triton(q: Tensor, decay: Tensor | None, precond: Preconditioner | None) -> None:
+def check_triton(q: Tensor, precond: Preconditioner | None) -> None:
     """What the Triton backend does not do, after `check_operands`."""
     other = "use backend='torch'"
     if not q.is_cuda and not _interpreted():
         raise ValueError(f"q is on {q.device}: backend='triton' needs a CUDA device; {other}")
     if q.dtype == torch.float64:
         raise ValueError(f"q is {q.dtype}: backend='triton' takes bf16, fp16 and fp32; {other}")
-    if decay is not None and decay.dim() == q.dim():
-        raise ValueError(f"decay has shape {list(decay.shape)}: backend='triton' takes one a head, {list(q.shape[:-1])}; {other}")
     if precond is not None and (precond.form, precond.interval) != ("squashed", "both"):
         name = "form" if precond.form != "squashed" else "interval"
         raise ValueError(f"precond.{name}={getattr(precond, name)!r}: backend='triton' has form 'squashed', interval 'both'; {other}")

@@ -51,7 +51,7 @@ def delta_rule(
         check_state(initial_state, q, v, precond, len(q) if bounds is None else len(bounds) - 1)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "triton":
-            check_triton(q, decay, precond)
+            check_triton(q, precond)
             from kernels import chunk_triton  # only here: the other backends need no Triton
 
             o, state = chunk_triton.run(q, k, v, beta, decay, precond, scale, normalize_qk, initial_state, bounds)

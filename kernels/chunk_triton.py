@@ -8,13 +8,16 @@ that the chunk meets and B = diag(beta):
     E = V - exp(G) khat S ;  U = E - N (B E) = (I + L B)^-1 E                                                   the corrected errors
     O = scale exp(G) qhat S + QW (B U), QW = scale (qhat w^T * M) ;  S' = exp(G_C) S + w^T (exp(G_C - G) B U)                (scan)
 
+With a decay a channel G is [C, K]: then exp(G) khat, exp(G) qhat and exp(G_C - G) w are products channel by channel, exp(G_C) S scales the
+rows of S, and khat w^T * M stands for the sums over channels of khat_i w_j exp(G_i - G_j) (`kernels.levels`).
+
 So B U are the values written, R in docs/paper.md, section 2; its T is (I + B L)^-1 B = (I - B N) B. N rather than T is stored: the
 identity then enters exactly, in fp32, and the gradient of beta needs no division.
 
 Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequences or spans):
 
     statistic.forward(x, layout, a_0)                         -> a_start [M, H, K] fp32, a [S, H, K] fp32
-    solve.forward(x, layout, a_start)                         -> Solved(t, qw, w, rows, whole): -N, QW, write keys, row scalars
+    solve.forward(x, layout, a_start)                         -> Solved: -N, QW, write keys, row scalars, decayed keys
     scan.forward(x, solved, layout, spans, s_0)               -> o [N, H, V] x, s [S, H, K, V] fp32
     -- backward --
     scan.states(x, solved, layout, spans, s_0)                -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
@@ -25,7 +28,7 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
 Where there are few long sequences the scans run over pieces of them at once (`kernels.pieces`).
 
 Kept for the backward pass, D = 128 and 16 bit: q, k, v 768 B, t and qw 256 B, w 256 B, rows 32 B and a_start 8 B a token and head, gates
-aside: 1.3 KB. The states are computed again: they would be 512 B more.
+aside: 1.3 KB; with a decay a channel kr, qr and wd too, 2.1 KB. The states are computed again: they would be 512 B more.
 """
 
 from __future__ import annotations
@@ -62,8 +65,13 @@ def run(
     table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)
     gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
     s_0, a_0 = (None, None) if state is None else state
+    channel = decay is not None and decay.dim() == q.dim()
     q, k, v = (_rows(x) for x in (q, k, v))
-    beta, decay, forget, gain = (None if x is None else aligned(x.flatten(0, 1)) for x in (beta, decay, *gates[:2]))
+    if channel:
+        decay = _rows(_padded(decay, k.shape[-1]))
+    elif decay is not None:
+        decay = aligned(decay.flatten(0, 1))
+    beta, forget, gain = (None if x is None else aligned(x.flatten(0, 1)) for x in (beta, *gates[:2]))
     if s_0 is not None:
         s_0 = aligned(_padded(_padded(s_0, v.shape[-1]).mT, k.shape[-1]).mT)
     if a_0 is not None:
@@ -126,16 +134,15 @@ class _DeltaRule(torch.autograd.Function):
         o, last = scan.forward(x, solved, table, table.spans, starts)
         s = last if s is None else s
         ctx.call, ctx.initial = call, (s_0 is not None, a_0 is not None)
-        made = solved.t, solved.qw, solved.w, solved.rows, solved.whole
-        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, *made)
+        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, *solved.tensors)
         ctx.set_materialize_grads(False)
         return o, s, a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds, da):
-        *inputs, starts, maps, a_start, t, qw, w, rows, whole = ctx.saved_tensors
-        x, table, solved = ctx.call.inputs(*inputs), ctx.call.table, Solved(t, qw, w, rows, whole)
+        q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, *solved = ctx.saved_tensors
+        x, table, solved = ctx.call.inputs(q, k, v, beta, decay, forget, gain, center), ctx.call.table, Solved(*solved)
         do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
         ds, da = aligned(ds), aligned(da)
         h, u = scan.states(x, solved, table, table.spans, starts)

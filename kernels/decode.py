@@ -37,7 +37,7 @@ def step(
     if precond is not None and state.a is None:
         raise ValueError("state.a is None but precond is given: the statistic is updated in place; start it with zeros [B,H,K]")
     if backend == "triton":
-        check_triton(q, decay, precond)
+        check_triton(q, precond)
         from kernels import decode_triton  # only here: the other backends need no Triton
 
         return decode_triton.step(state, q, k, v, beta, decay, precond, scale, normalize_qk)

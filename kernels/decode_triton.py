@@ -2,6 +2,7 @@
 
     a = exp(p) a + c khat^2 ;  w = b(a) khat ;  S = exp(g) S ;  S += w (beta (v - S^T khat))^T ;  o = scale S^T qhat
 
+with one g a head, or one for each row of S.
 One program a sequence and head, the value channels in blocks: the statistic belongs to all of them. fp32 throughout. Cost, K = V = 128:
 128 KB of memory traffic a sequence and head.
 """
@@ -45,13 +46,18 @@ def _step(
         r = tl.log(statistic + eps) - tl.load(center + at % H)
         write = tl.exp2(-LOG2E * log_bound * r / (1.0 + tl.abs(r))) * key
     gate = tl.load(beta + at).to(tl.float32)
+    left = tl.full((BK,), 1.0, tl.float32)
+    if DECAY == "scalar":
+        left *= tl.exp(tl.load(decay + at).to(tl.float32))
+    if DECAY == "channel":
+        left = tl.exp(tl.load(decay + at * K + d, mask=d < K, other=0.0).to(tl.float32))
     for first in range(0, V, BV):
         e = first + tl.arange(0, BV)
         tile = s + at * K * V + d[:, None] * V + e[None, :]
         inside = (d < K)[:, None] & (e < V)[None, :]
         S = tl.load(tile, mask=inside, other=0.0)
-        if DECAY:
-            S *= tl.exp(tl.load(decay + at).to(tl.float32))
+        if DECAY != "none":
+            S *= left[:, None]
         value = tl.load(v + at * V + e, mask=e < V, other=0.0).to(tl.float32)
         error = gate * (value - tl.sum(S * key[:, None], 0))
         S += write[:, None] * error[None, :]
@@ -77,12 +83,13 @@ def step(
     s = aligned(state.s)  # the state itself unless it is an odd view
     a = None if precond is None else aligned(state.a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    kind = "none" if decay is None else "channel" if decay.dim() == q.dim() else "scalar"
     log_bound, eps = (0.0, 1.0) if precond is None else (math.log(precond.bound), precond.eps)
     key = (q.dtype, v.dtype, K, V, H, normalize_qk, *(None if x is None else x.dtype for x in gates))
     launch(
         _step, B * H, key, s, a, aligned(q), aligned(k), aligned(v), *gates, o, H, K**-0.5 if scale is None else scale, log_bound, eps,
         K=K, V=V, BK=power_of_2(K), BV=min(BLOCK, power_of_2(V)),
-        DECAY=decay is not None, PRECONDITION=precond is not None, NORMALIZE=normalize_qk, num_warps=4,
+        DECAY=kind, PRECONDITION=precond is not None, NORMALIZE=normalize_qk, num_warps=4,
     )  # fmt: skip
     if s is not state.s:
         state.s.copy_(s)

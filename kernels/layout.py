@@ -20,6 +20,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,15 +50,15 @@ class Layout:
 class Inputs:
     """One call for the Triton stages: N = B * T tokens, H heads. Nothing is normalised, cast or scaled yet.
 
-    q, k, v may be views: the last two axes are contiguous, the token stride (`stride(0)`) is free. The gates are contiguous, each in its
-    own dtype. center is [H] fp32.
+    q, k, v and a decay [N, H, K] may be views: the last two axes are contiguous, the token stride (`stride(0)`) is free. The other gates
+    are contiguous, each in its own dtype. center is [H] fp32.
     """
 
     q: Tensor  # [N, H, K] bf16, fp16 or fp32
     k: Tensor  # [N, H, K]
     v: Tensor  # [N, H, V]
     beta: Tensor  # [N, H]
-    decay: Tensor | None  # [N, H] log decay g <= 0
+    decay: Tensor | None  # [N, H] or [N, H, K] log decay g <= 0
     forget: Tensor | None  # [N, H] p, the statistic's log decay; None without a preconditioner
     gain: Tensor | None  # [N, H] c
     center: Tensor | None  # [H] m
@@ -71,7 +72,19 @@ class Inputs:
         """What of all this decides which variant of a kernel is launched (`kernels.launch`)."""
         gates = (None if x is None else x.dtype for x in (self.beta, self.decay, self.forget, self.gain))
         strides = (x.stride(0) for x in (self.q, self.k, self.v))
-        return self.q.dtype, self.q.device, *gates, *self.q.shape[1:], self.v.shape[-1], *strides, self.normalize
+        sizes = *self.q.shape[1:], self.v.shape[-1]
+        return self.q.dtype, self.q.device, *gates, *sizes, *strides, self.decay_kind, self.decay_stride, self.normalize
+
+    @property
+    def decay_kind(self) -> Literal["none", "scalar", "channel"]:
+        if self.decay is None:
+            return "none"
+        return "scalar" if self.decay.dim() == 2 else "channel"
+
+    @property
+    def decay_stride(self) -> int:
+        """Elements from token to token."""
+        return 0 if self.decay is None else self.decay.stride(0)
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,16 @@ class Solved:
     qw: Tensor  # [N, H, C] scale (qhat w^T * M) likewise: zero above the diagonal
     w: Tensor | None  # [N, H, K] the write key in the input dtype; None: it is rk * k (no preconditioner)
     rows: Tensor  # [M, H, 8, C] fp32, numbers of each token and head: see `kernels.tiles`
-    whole: Tensor  # [M, H] fp32, exp(G_C): what a chunk leaves of the state it meets; not written without a decay
+    whole: Tensor  # [M, H], or [M, H, K] with a decay a channel; fp32, exp(G_C): what a chunk leaves of a state; unset without decay
+    # With a decay a channel, which no row's number can hold: the keys as they meet a state, in the input dtype. None otherwise
+    kr: Tensor | None = None  # [N, H, K] exp(G) khat
+    qr: Tensor | None = None  # [N, H, K] scale exp(G) qhat
+    wd: Tensor | None = None  # [N, H, K] exp(G_C - G) w
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of the fields."""
+        return self.t, self.qw, self.w, self.rows, self.whole, self.kr, self.qr, self.wd
 
 
 _kept: OrderedDict[tuple, Layout] = OrderedDict()

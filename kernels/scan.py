@@ -32,15 +32,27 @@ from kernels.tuned import setting
 
 
 @triton.jit
+def leave(S, whole, chunk, H, head, K: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr):
+    """exp(G_C) S: what a chunk leaves of a state S [BV, BK]."""
+    at = chunk.to(tl.int64) * H + head
+    if DECAY == "scalar":
+        S *= tl.load(whole + at)
+    if DECAY == "channel":
+        d = tl.arange(0, BK)
+        S *= tl.load(whole + at * K + d, mask=d < K, other=0.0)[None, :]
+    return S
+
+
+@triton.jit
 def _scan(
-    q, k, v, t, qw, w, rows, whole, s_0,  # inputs
+    q, k, v, t, qw, w, rows, whole, s_0,  # inputs; q, k and w are qr, kr and wd with a decay a channel
     o, s, h, u,  # outputs
     table, H, q_stride, k_stride, v_stride,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, INITIAL: tl.constexpr, VALUES: tl.constexpr, STORE: tl.constexpr,
+    DECAY: tl.constexpr, WRITE_KEYS: tl.constexpr, INITIAL: tl.constexpr, VALUES: tl.constexpr, STORE: tl.constexpr,
     OUTPUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. STORE: h and u are written, else s; OUTPUT: o too.
+    """Formulas above. WRITE_KEYS: w holds them, else they are rk * k. STORE: h and u are written, else s; OUTPUT: o too.
     VALUES false: the values are zero and the initial state is the identity, V = K, so that s is the map from state to state."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
@@ -50,7 +62,7 @@ def _scan(
     keys = head_tiles(k, token, tokens, k_stride, head, K, BK, C)
     if VALUES:
         values = head_tiles(v, token, tokens, v_stride, head, V, BV, C)
-    if PRECONDITION:
+    if WRITE_KEYS:
         writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
     if STORE:
         states = state_tiles(h, first, chunks, H, head, V, K, BV, BK)
@@ -72,10 +84,10 @@ def _scan(
         row, after = place * C, (place + 1) * C
         next_N = load_tile(t, token + after, tokens - after, H * C, head, 0, C, C, C)
         beta = tl.reshape(numbers.load([place, BETA * C]), [C])
-        read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
-        keep = tl.reshape(numbers.load([place, WRITE * C]), [C])
-        if DECAY:
-            left = tl.load(whole + (first + place).to(tl.int64) * H + head)
+        keep = beta
+        if DECAY != "channel":
+            read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
+            keep *= tl.reshape(numbers.load([place, WRITE * C]), [C])
         key = keys.load([row, 0])
         state = S.to(key.dtype)
         if STORE:
@@ -83,25 +95,28 @@ def _scan(
         E = tl.zeros((BV, C), tl.float32)
         if VALUES:
             E = tl.trans(values.load([row, column])).to(tl.float32)
-        E -= read[None, :] * tl.dot(state, tl.trans(key), input_precision=PRECISION)
+        if DECAY == "channel":
+            E -= tl.dot(state, tl.trans(key), input_precision=PRECISION)
+        else:
+            E -= read[None, :] * tl.dot(state, tl.trans(key), input_precision=PRECISION)
         U = tl.dot((beta[None, :] * E).to(key.dtype), tl.trans(N), E, input_precision=PRECISION)
         if STORE:
             errors.store([row, column], tl.trans(U.to(key.dtype)))
         if OUTPUT:
-            grown = tl.reshape(numbers.load([place, QUERY_READ * C]), [C])
-            O = tl.dot(state, tl.trans(queries.load([row, 0])), input_precision=PRECISION) * grown[None, :]
+            O = tl.dot(state, tl.trans(queries.load([row, 0])), input_precision=PRECISION)
+            if DECAY != "channel":
+                O *= tl.reshape(numbers.load([place, QUERY_READ * C]), [C])[None, :]
             next_QW = load_tile(qw, token + after, tokens - after, H * C, head, 0, C, C, C)
             O = tl.dot((beta[None, :] * U).to(key.dtype), tl.trans(QW), O, input_precision=PRECISION)
             QW = next_QW
             outputs.store([row, column], tl.trans(O.to(key.dtype)))
         N = next_N
-        if PRECONDITION:
+        if WRITE_KEYS:
             write = writes.load([row, 0])
         else:
             write = key
-        if DECAY:
-            S *= left
-        S = tl.dot(((keep * beta)[None, :] * U).to(key.dtype), write, S, input_precision=PRECISION)
+        S = leave(S, whole, first + place, H, head, K, BK, DECAY)
+        S = tl.dot((keep[None, :] * U).to(key.dtype), write, S, input_precision=PRECISION)
     if not STORE:
         state_tiles(s, n, 1, H, head, K, V, BK, BV).store([0, 0, column], tl.trans(S)[None])
 
@@ -132,18 +147,24 @@ def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor
     return h, u
 
 
+def read_by(x: Inputs, solved: Solved) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The queries, keys and write keys that a scan reads, [N, H, K]."""
+    return (x.q, x.k, solved.w) if solved.kr is None else (solved.qr, solved.kr, solved.wd)
+
+
 def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None, s=None, h=None, u=None, values=True) -> None:
     H, K = x.k.shape[1:]
     V = x.v.shape[-1] if values else K
     choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
     block = min(choice.block, power_of_2(V))
+    q, k, w = read_by(x, solved)
     allow_descriptors()
     launch(
         _scan, len(spans) * H * cdiv(V, block), (x.key, s_0 is None, o is None),
-        x.q, x.k, x.v, solved.t, solved.qw, solved.w, solved.rows, solved.whole, s_0, o, s, h, u,
-        spans, H, x.q.stride(0), x.k.stride(0), x.v.stride(0),
+        q, k, x.v, solved.t, solved.qw, w, solved.rows, solved.whole, s_0, o, s, h, u,
+        spans, H, q.stride(0), k.stride(0), x.v.stride(0),
         K=K, V=V, BK=power_of_2(K), BV=block, C=solved.t.shape[-1],
-        DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
+        DECAY=x.decay_kind, WRITE_KEYS=w is not None,
         INITIAL=s_0 is not None, VALUES=values, STORE=h is not None, OUTPUT=o is not None, PRECISION=dot_precision(x.k),
         STAGES=choice.stages, num_warps=choice.warps,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
+from kernels.scan import leave, read_by
 from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
 from kernels.tuned import setting
 
@@ -41,14 +42,14 @@ def load_state(h, chunk, H, head, d, e, K: tl.constexpr, V: tl.constexpr, BK: tl
 
 @triton.jit
 def _scan(
-    q, k, t, qw, w, rows, whole, do, ds,  # inputs
+    q, k, t, qw, w, rows, whole, do, ds,  # inputs; q, k and w are qr, kr and wd with a decay a channel
     dh, dx, ds_0,  # outputs
     table, H, q_stride, k_stride,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, WRITE_KEYS: tl.constexpr, FINAL: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above, all transposed: dS [BV, BK]. PRECONDITION: w holds the write keys, else they are rk * k. FINAL: ds is given.
+    """Formulas above, all transposed: dS [BV, BK]. WRITE_KEYS: w holds them, else they are rk * k. FINAL: ds is given.
     STORE: dh and dx are wanted."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
@@ -60,7 +61,7 @@ def _scan(
     solves = head_tiles(t, start, tokens, H * C, head, C, C, C)
     reads = head_tiles(qw, start, tokens, H * C, head, C, C, C)
     outputs = head_tiles(do, start, tokens, H * V, head, V, BV, C)
-    if PRECONDITION:
+    if WRITE_KEYS:
         writes = head_tiles(w, start, tokens, H * K, head, K, BK, C)
     if STORE:
         states = state_tiles(dh, first, chunks, H, head, V, K, BV, BK)
@@ -76,26 +77,30 @@ def _scan(
         place = chunks - 1 - step
         row = place * C
         beta = tl.reshape(numbers.load([place, BETA * C]), [C])
-        key_read = tl.reshape(numbers.load([place, KEY_READ * C]), [C])
-        query_read = tl.reshape(numbers.load([place, QUERY_READ * C]), [C])
-        left = tl.reshape(numbers.load([place, WRITE * C]), [C])
+        read = beta
+        if DECAY != "channel":
+            read *= tl.reshape(numbers.load([place, KEY_READ * C]), [C])
+            query_read = tl.reshape(numbers.load([place, QUERY_READ * C]), [C])
+            left = tl.reshape(numbers.load([place, WRITE * C]), [C])
         key = keys.load([row, 0])
         state = dS.to(key.dtype)
         if STORE:
             states.store([place * H, column, 0], state[None])
         write = key
-        if PRECONDITION:
+        if WRITE_KEYS:
             write = writes.load([row, 0])
-        dR = tl.dot(state, tl.trans(write), input_precision=PRECISION) * left[None, :]
+        dR = tl.dot(state, tl.trans(write), input_precision=PRECISION)
+        if DECAY != "channel":
+            dR *= left[None, :]
         dO = outputs.load([row, column])
         dR = tl.dot(tl.trans(dO), reads.load([row, 0]), dR, input_precision=PRECISION)
         dX = tl.dot((dR * beta[None, :]).to(key.dtype), solves.load([row, 0]), dR, input_precision=PRECISION)
         if STORE:
             errors.store([row, column], tl.trans(dX.to(key.dtype)))
-        if DECAY:
-            dS *= tl.load(whole + (first + place).to(tl.int64) * H + head)
-        dS = tl.dot((dX * (-beta * key_read)[None, :]).to(key.dtype), key, dS, input_precision=PRECISION)
-        dO = (dO.to(tl.float32) * query_read[:, None]).to(key.dtype)
+        dS = leave(dS, whole, first + place, H, head, K, BK, DECAY)
+        dS = tl.dot((dX * (-read)[None, :]).to(key.dtype), key, dS, input_precision=PRECISION)
+        if DECAY != "channel":
+            dO = (dO.to(tl.float32) * query_read[:, None]).to(key.dtype)
         dS = tl.dot(tl.trans(dO), queries.load([row, 0]), dS, input_precision=PRECISION)
     tl.store(ds_0 + own, dS, mask=inside)
 
@@ -113,12 +118,13 @@ def backward(
     ds_0 = torch.empty(len(spans), H, K, V, dtype=torch.float32, device=x.k.device)
     choice = setting("scan_backward", x.k, programs=len(spans) * H)
     block = min(choice.block, power_of_2(V))
+    q, k, w = read_by(x, solved)
     allow_descriptors()
     launch(
         _scan, len(spans) * H * cdiv(V, block), (x.key, ds is None),
-        x.q, x.k, solved.t, solved.qw, solved.w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
-        spans, H, x.q.stride(0), x.k.stride(0),
-        K=K, V=V, BK=power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay is not None, PRECONDITION=solved.w is not None,
+        q, k, solved.t, solved.qw, w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
+        spans, H, q.stride(0), k.stride(0),
+        K=K, V=V, BK=power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay_kind, WRITE_KEYS=w is not None,
         FINAL=ds is not None, STORE=store, PRECISION=dot_precision(x.k), num_warps=choice.warps, STAGES=choice.stages,
     )  # fmt: skip
     return dh, dx, ds_0

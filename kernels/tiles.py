@@ -9,6 +9,7 @@
     HIGH, LOW              G / ln 2, the inclusive cumulative log decay of the chunk, as the unevaluated sum of two floats: a difference
                            G_i - G_j keeps the digits of weak gates that follow strong ones. Not written without a decay.
 
+With a decay a channel only the first two lines are written: there G is no number of a row (`kernels.levels`).
 exp(G_i - G_j) is exp2 of the difference; rows past the chunk's end read as zero everywhere.
 """
 

@@ -115,7 +115,6 @@ def test_int32_and_int64_agree():
 REFUSED = {
     "q on the host": (dict(), ["q", "cpu", "CUDA"]),
     "q of fp64": (dict(q=torch.randn(B, T, H, K).double()), ["q", "float64"]),
-    "decay a channel": (dict(decay=-torch.rand(B, T, H, K)), ["decay", "[2, 32, 3, 16]"]),
     "precond.form": (dict(precond=precond(form="atq")), ["precond.form", "atq"]),
     "precond.interval": (dict(precond=precond(interval="up")), ["precond.interval", "up"]),
 }

@@ -1,0 +1,79 @@
+"""A decay of its own for each key channel, inside a chunk: exponents that are sums of neighbouring gates, never differences.
+
+With G the inclusive cumulative log decay, the pair of rows i > j needs exp(G_i - G_j) in each channel: no factor of a row times a factor of
+a column can be that for all pairs without exponents that overflow. But pairs can be sorted by the highest bit in which i and j differ,
+half = 1, 2, 4 .. C / 2: then both lie in one block of 2 half rows, i in its upper and j in its lower half. With b the first row of the
+upper half,
+
+    G_i - G_j = sum_{t=b..i} g_t + sum_{t=j+1..b-1} g_t
+
+so one tile of factors serves every pair of a level, F_i F_j = exp(G_i - G_j), and log C levels serve all:
+
+    F_i = exp(sum_{t=b..i} g_t) for rows of upper halves, exp(sum_{t=i+1..b-1} g_t) for rows of lower ones                  (`decays`)
+    sum_d x_i y_j exp(G_i - G_j) = (F x) (F y)^T at the pairs of this level                                                   (`crossing`)
+
+Gates are <= 0, so all terms of a sum have one sign: an exponent with a relative error e costs exp at most 0.37 e, however strong the
+gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gates, in fp16 where inputs are 16 bits wide (e = 2^-12),
+3xTF32 where they are fp32. This is exact: no pair depends on a gate outside j + 1 .. i.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.tiles import LOG2E, load_tile
+
+
+@triton.constexpr_function
+def levels(C):
+    """log2 C: the level `number` has half = 1 << number."""
+    return int(C).bit_length() - 1
+
+
+@triton.jit
+def load_decay(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
+    """g / ln 2 [C, BD] in DOT, fp16 or fp32, of a decay [N, H, K]; zero past the chunk's rows. Below -200 a gate is 0 in fp32: it is held
+    there."""
+    g = load_tile(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)
+    return (tl.where(g < -200.0, -200.0, g) * LOG2E).to(DOT)  # a comparison with NaN is false: NaN stays
+
+
+@triton.jit
+def halves(half, C: tl.constexpr):
+    """[C, C], true at (i, t) where gate t is in row i's sum: t in i's half block, t <= i in an upper half and t > i in a lower one."""
+    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return ((i ^ t) < half) & ((t <= i) == ((i & half) != 0))
+
+
+@triton.jit
+def crossing(half, C: tl.constexpr):
+    """[C, C], true at the pairs (i, j) of the level: i in the upper and j in the lower half of one block of 2 half rows."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return ((i ^ j) >= half) & ((i ^ j) < 2 * half) & ((i & half) != 0)
+
+
+@triton.jit
+def decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
+    """F [C, BD] fp32 of a level, from g [C, BD] of `load_decay`."""
+    return tl.exp2(tl.dot(tl.where(halves(half, C), 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))
+
+
+@triton.jit
+def since_start(g, C: tl.constexpr, PRECISION: tl.constexpr):
+    """exp(G_i) [C, BD] fp32: what is left at row i of the state that the chunk meets."""
+    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.exp2(tl.dot(tl.where(t <= i, 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))
+
+
+@triton.jit
+def until_end(g, C: tl.constexpr, PRECISION: tl.constexpr):
+    """exp(G_C - G_i) [C, BD] fp32: what is left at the chunk's end of what row i writes."""
+    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.exp2(tl.dot(tl.where(t > i, 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))
+
+
+@triton.jit
+def whole_chunk(g):
+    """exp(G_C) [BD] fp32: what a chunk leaves of the state it meets."""
+    return tl.exp2(tl.sum(g.to(tl.float32), 0))

@@ -1,0 +1,185 @@
+"""A decay a channel (KDA, PKDA) in the Triton backend, against the token-by-token fp64 reference.
+
+In the interpreter without a GPU, in fp32 and at small shapes, as `test_triton.py`.
+"""
+
+import os
+from collections import OrderedDict
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from kernels import decode, layout  # noqa: E402
+from kernels.chunk import Preconditioner, State  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+TOLERANCE = 1e-5
+NAMES = ["kda", "pkda"]
+PACKED = [0, 0, 1, 34, 34, 35, 99, 99]  # empty first, middle and last; one token twice; 33 and 64 tokens
+
+
+def outputs(one, backend="triton", dtype=torch.float32, place=torch.clone):
+    """{o, s, a}: no gradients."""
+    device = DEVICE if backend == "triton" else "cpu"
+    t = {n: place(x.to(device, dtype)) for n, x in one.tensors.items()}
+    with torch.no_grad():
+        o, (s, a) = one.call(t, backend)
+    return {"o": o, "s": s} | ({} if a is None else {"a": a})
+
+
+def check(one, assert_close, tolerance=TOLERANCE):
+    one = one.rounded(torch.float32)
+    got = outputs(one)
+    assert_close(got, outputs(one, "reference", torch.float64), tolerance)
+    return got
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("T", [1, 32, 70])
+def test_lengths(name, T, case, assert_close):
+    check(case(name, T, B=2, H=2, K=16, V=16), assert_close)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed(name, case, assert_close):
+    one = case(name, PACKED[-1], bounds=PACKED, H=2, K=16, V=24)
+    got = check(one, assert_close)
+    for empty in (0, 3, 6):  # the state is handed through
+        assert torch.equal(got["s"][empty].cpu(), one.tensors["s"][empty].float())
+
+
+@pytest.mark.parametrize("K, V", [(20, 24), (30, 21), (120, 16), (144, 16)])
+def test_head_sizes(K, V, case, assert_close):
+    check(case("pkda", 20, B=1, H=2, K=K, V=V), assert_close)
+
+
+def over_time(x, like):
+    return x.view(1, -1, 1, 1).expand_as(like)
+
+
+GATES = {
+    "zero": torch.zeros_like,
+    "strong": lambda g: torch.full_like(g, -30),
+    "alternating": lambda g: over_time(-30.0 * (torch.arange(g.shape[1]) % 2), g).to(g),
+    "alternating in half of the channels": lambda g: (
+        over_time(-30.0 * (torch.arange(g.shape[1]) % 2), g).to(g) * (torch.arange(g.shape[3]) % 2)
+    ),
+    "weak after strong": lambda g: torch.where(over_time(torch.arange(g.shape[1]) % 32 < 16, g), g - 30, g / 100),
+}
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_gates(name, gates, case, assert_close):
+    """fla-org/flash-linear-attention#389; differences of long sums would lose weak gates behind strong ones."""
+    one = case(name, 66, B=1, H=1, K=16, V=16)
+    check(one.with_(decay=GATES[gates](one.tensors["decay"])), assert_close)
+
+
+def test_infinite_decay_forgets_without_nan(case):
+    one = case("pkda", 40, B=1, H=1, K=16, V=16)
+    closed = one.tensors["decay"].clone().index_fill_(1, torch.tensor([20, 32]), -torch.inf)
+    assert all(x.isfinite().all() for x in outputs(one.with_(decay=closed)).values())
+
+
+def test_equal_decays_of_all_channels_are_one_decay_a_head(case, assert_close):
+    one = case("pgdn", 40, B=1, H=2, K=16, V=16).rounded(torch.float32)
+    assert_close(outputs(one.with_(decay=one.tensors["decay"][..., None].expand_as(one.tensors["k"]))), outputs(one), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decay_in_16_bits(dtype, case, assert_close):
+    """fp32 inputs, the decay alone in another dtype."""
+    one = case("kda", 34, B=1, H=1, K=16, V=16, state=False).rounded(dtype)
+    t = {n: x.to(DEVICE, dtype if n == "decay" else torch.float32) for n, x in one.tensors.items()}
+    assert_close({"o": one.call(t, "triton")[0]}, {"o": outputs(one, "reference", torch.float64)["o"]}, TOLERANCE)
+
+
+def test_chunks_of_64_rows(case, assert_close, monkeypatch):
+    """The height that 16-bit inputs have: one level more."""
+    monkeypatch.setattr("kernels.chunk_triton.chunk_rows", lambda k: 64)
+    check(case("pkda", 70, B=1, H=1, K=16, V=16), assert_close)
+
+
+@pytest.mark.parametrize("name, bounds", [("pkda", None), ("kda", [0, 0, 70, 71, 130, 130])])
+def test_long_sequences_in_pieces(name, bounds, case, assert_close, monkeypatch):
+    monkeypatch.setattr(layout, "LONG", 2)
+    monkeypatch.setattr(layout, "_kept", OrderedDict())
+    check(case(name, 130, B=1, H=1, K=16, V=16, bounds=bounds), assert_close)
+    assert next(iter(layout._kept.values())).cut
+
+
+def inside(x, poison):
+    """x as a view into a larger buffer, with poison before and after along every axis."""
+    buffer = torch.full([n + 2 for n in x.shape], poison, dtype=x.dtype, device=x.device)
+    return buffer[tuple(slice(1, -1) for _ in x.shape)].copy_(x)
+
+
+@pytest.mark.parametrize("K", [24, 20])
+def test_poison_round_the_inputs(K, case):
+    """Views inside buffers full of NaN or 1e4 give the values of plain tensors, bit for bit (fla-org/flash-linear-attention#1142)."""
+    one = case("pkda", 33, B=1, H=2, K=K, V=24)
+    plain = outputs(one)
+    for poison in (torch.nan, 1e4):
+        views = outputs(one, place=lambda x, p=poison: inside(x, p))
+        assert all(torch.equal(plain[n], views[n]) for n in plain)
+
+
+def test_a_decay_that_is_part_of_a_fused_projection(case):
+    """Its rows are taken as they lie."""
+    one = case("kda", 40, B=2, H=2, K=16, V=16)
+
+    def place(x):
+        if x.shape != one.tensors["decay"].shape:
+            return x.clone()
+        fused = torch.full((2, 40, 3 * 2 * 16), torch.nan, dtype=x.dtype, device=x.device).view(2, 40, 3, 2, 16)
+        fused[:, :, 1] = x
+        return fused[:, :, 1]
+
+    plain, views = outputs(one), outputs(one, place=place)
+    assert all(torch.equal(plain[n], views[n]) for n in plain)
+
+
+@pytest.mark.parametrize("t", [1, 20, 32])
+def test_causality(t, case):
+    """Whatever token t holds, gates included, no bit before it changes."""
+    one = case("pkda", 40, B=1, H=1, K=16, V=16)
+    changed = {n: x.clone() for n, x in one.tensors.items() if n not in ("s", "a", "m")}
+    for x in changed.values():
+        x[:, t] = x[:, t] / 2 + x[:, t - 1] / 4
+    before, after = (outputs(c)["o"] for c in (one, one.with_(**changed)))
+    assert torch.equal(before[:, :t], after[:, :t]) and not torch.equal(before[:, t:], after[:, t:])
+
+
+def test_a_neighbour_full_of_nan_changes_nothing(case):
+    one = case("pkda", 50, bounds=[0, 20, 30, 50], H=1, K=16, V=16)
+    poisoned = {n: one.tensors[n].index_fill(1, torch.arange(20, 30), torch.nan) for n in ("q", "k", "v", "beta", "decay", "p", "c")}
+    whole, got = outputs(one), outputs(one.with_(**poisoned))
+    assert got["o"][:, 20:30].isnan().any()
+    for part in (slice(0, 20), slice(30, 50)):
+        assert torch.equal(got["o"][:, part], whole["o"][:, part])
+
+
+def test_a_gate_that_is_nan_shows(case):
+    """Gates are held at -200, but not a NaN."""
+    one = case("kda", 40, B=1, H=1, K=16, V=16)
+    assert outputs(one.with_(decay=one.tensors["decay"].index_fill(1, torch.tensor([20]), torch.nan)))["o"][:, 20:].isnan().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_of_decoding_is_a_token_of_the_reference(name, case, assert_close):
+    one = case(name, 3, B=2, H=2, K=20, V=40).rounded(torch.float32)
+    t = {n: x.to(DEVICE, torch.float32) for n, x in one.tensors.items()}
+    state = State(t["s"], t.get("a"))
+    rows = []
+    for i in range(3):
+        row = {n: x[:, i] for n, x in t.items() if n not in ("s", "a", "m")}
+        precond = Preconditioner(row["p"], row["c"], t["m"]) if "p" in t else None
+        rows.append(decode.step(state, row["q"], row["k"], row["v"], row["beta"], row["decay"], precond))
+    got = {"o": torch.stack(rows, 1), "s": state.s} | ({} if state.a is None else {"a": state.a})
+    assert_close(got, outputs(one, "reference", torch.float64), TOLERANCE)
