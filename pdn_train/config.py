@@ -160,17 +160,39 @@ class LogConfig(Section):
 class LaunchConfig(Section):
     cluster: Literal["slurm", "local", "debug"] = "slurm"
     nodes: Positive = 1
-    gpus_per_node: Count = 8
+    gpus_per_node: Count = 8  # ranks on a node, each with a GPU of its own (with train.device=cpu: none of them); 0: one rank without
     cpus_per_task: Positive = 8
     minutes: Positive = 1440
+    warning_seconds: Positive = 120  # the job is told this long before its time is up; one checkpoint must fit in it
     partition: str | None = None
     account: str | None = None
     constraint: str | None = None
     requeue: bool = True
     max_requeues: Count = 20
-    hang_seconds: Positive = 900
-    setup: list[str] = []
-    sbatch_extra: list[str] = []
+    hang_seconds: Positive = 900  # without a sign of life from a rank, or in a collective, before the job is ended
+    setup: list[str] = []  # shell commands that run on the first node before the ranks start
+    sbatch_extra: list[str] = []  # such as --qos=long
+    srun_extra: list[str] = []  # such as --container-image=/images/train.sqsh
+    python: str | None = None  # the interpreter on the nodes, where it is not the one that submits
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.gpus_per_node)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LaunchConfig:
+        if self.cluster != "slurm" and self.nodes > 1:
+            raise ValueError(f"launch.nodes={self.nodes} with launch.cluster={self.cluster}: this machine is one node; use cluster=slurm")
+        if self.warning_seconds >= 60 * self.minutes:
+            raise ValueError(
+                f"launch.warning_seconds={self.warning_seconds} is not below the time limit, launch.minutes={self.minutes} "
+                f"= {60 * self.minutes} s"
+            )
+        return self
 
 
 class ResumeConfig(Section):

@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(arguments.config, arguments.overrides)
         require_built(config)
         if arguments.dry_run:
-            print(dry_run(config, config.launch.nodes * max(1, config.launch.gpus_per_node)))
+            print(dry_run(config, config.launch.ranks))
             return 0
         stop = StopRequest()
         world = World.detect(config.parallel.sequence, config.train.device)
