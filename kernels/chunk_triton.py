@@ -22,7 +22,8 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
     -- backward --
     scan.states(x, solved, layout, spans, s_0)                -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
     scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh [M, H, V, K] x, dx [N, H, V] x, ds_0 [S, H, K, V] fp32
-    gradients.backward(x, solved, layout, a_start, h, u, dh, dx, do) -> Gradients
+    pairs.backward(x, solved, layout, u, dx, do)              -> Pairs: dv, dbeta, e1, e2
+    gradients.backward(x, solved, layout, h, dh, u, dx, do, pairs) -> Gradients: dq, dk, dw, dg
     statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0
 
 Where there are few long sequences the scans run over pieces of them at once (`kernels.pieces`).
@@ -38,7 +39,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels import gradients, pieces, scan, scan_backward, solve, statistic, statistic_backward
+from kernels import gradients, pairs, pieces, scan, scan_backward, solve, statistic, statistic_backward
 from kernels.launch import aligned
 from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
 from kernels.operands import Preconditioner, State
@@ -151,10 +152,11 @@ class _DeltaRule(torch.autograd.Function):
             ds, ds_0 = pieces.chain(x, table, maps, made, ds, reverse=True)
         dh, dx, first = scan_backward.backward(x, solved, table, table.spans, do, ds)
         ds_0 = ds_0 if table.cut else first
-        grad = gradients.backward(x, solved, table, a_start, h, u, dh, dx, do)
+        pair = pairs.backward(x, solved, table, u, dx, do)
+        grad = gradients.backward(x, solved, table, h, dh, u, dx, do, pair)
         dforget = dgain = dcenter = da_0 = None
         if x.forget is not None:
             dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da)
         has_s, has_a = ctx.initial
         initial = (ds_0 if has_s else None, da_0 if has_a else None)
-        return None, grad.q, grad.k, grad.v, grad.beta, grad.decay, dforget, dgain, dcenter, *initial
+        return None, grad.q, grad.k, pair.v, pair.beta, grad.decay, dforget, dgain, dcenter, *initial

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from kernels import gradients, layout, scan_backward, statistic_backward
+from kernels import gradients, layout, pairs, scan_backward, statistic_backward
 from kernels.layout import Inputs, Solved
 from kernels.operands import normalize
 
@@ -112,8 +112,9 @@ def run(case, put=place):
     do, ds = (put(case.weights[n]) for n in ("o", "s"))
     dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do.flatten(0, 1), ds)
     result = {"dh": dh, "dx": dx} | ({"ds_0": ds_0} if "ds_0" in judge else {})
-    g = gradients.backward(x, solved, table, f["a_start"], f["h"], f["u"], dh, dx, do.flatten(0, 1))
-    outputs = {"dq": g.q, "dk": g.k, "dv": g.v, "dbeta": g.beta} | ({"ddecay": g.decay} if "decay" in case.tensors else {})
+    pair = pairs.backward(x, solved, table, f["u"], dx, do.flatten(0, 1))
+    g = gradients.backward(x, solved, table, f["h"], dh, f["u"], dx, do.flatten(0, 1), pair)
+    outputs = {"dq": g.q, "dk": g.k, "dv": pair.v, "dbeta": pair.beta} | ({"ddecay": g.decay} if "decay" in case.tensors else {})
     if case.preconditioned:
         rest = statistic_backward.backward(x, solved, table, f["a_start"], g, put(case.weights["a"]))
         outputs |= dict(zip(("dp", "dc", "dm", "da"), rest, strict=True))
