@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kernels import chunk_torch, reference
 from kernels.checks import check_backend, check_bounds, check_operands, check_state, check_triton
+from kernels.maps import Relay, check_relay
 from kernels.operands import Preconditioner, State, prepare
 
 __all__ = ["Preconditioner", "State", "delta_rule"]
-
-_ALGORITHMS = {"torch": chunk_torch.run, "reference": reference.run}
 
 
 def delta_rule(
@@ -31,6 +30,7 @@ def delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,  # int32 or int64 [N+1], host or device
     backend: str = "triton",
+    relay: Relay | None = None,  # where the sequences are cut into pieces and this is one of them (`kernels.maps`)
 ) -> tuple[Tensor, State | None]:
     """o [B, T, H, V] in v's dtype, and the final State or None.
 
@@ -42,6 +42,9 @@ def delta_rule(
     the final states; the same bits on every run. K and V are 16 to 256, T at least 1. Computation and states are fp32, or fp64 for
     fp64 inputs, under autocast too. The Triton backend takes bf16, fp16 and fp32, a decay a head or none, and the squashed preconditioner.
 
+    With a relay the tokens are one piece of longer sequences: cu_seqlens is the piece's, the states at its start come by the relay, there
+    is no initial_state, and gradients too reach the pieces before. All pieces must make the call, and its backward pass, together.
+
     Raises ValueError naming the argument, before any computation.
     """
     check_backend(backend)
@@ -49,6 +52,8 @@ def delta_rule(
     bounds = check_bounds(cu_seqlens, q)
     if initial_state is not None:
         check_state(initial_state, q, v, precond, len(q) if bounds is None else len(bounds) - 1)
+    if relay is not None:
+        check_relay(relay, q, bounds, initial_state is not None, backend)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "triton":
             check_triton(q, precond)
@@ -57,5 +62,8 @@ def delta_rule(
             o, state = chunk_triton.run(q, k, v, beta, decay, precond, scale, normalize_qk, initial_state, bounds)
         else:
             x = prepare(q, k, v, beta, decay, precond, scale, normalize_qk)
-            o, state = _ALGORITHMS[backend](x, initial_state, bounds)
+            if backend == "torch":
+                o, state = chunk_torch.run(x, initial_state, bounds, relay)
+            else:
+                o, state = reference.run(x, initial_state, bounds)
     return o.to(v.dtype), state if output_final_state else None

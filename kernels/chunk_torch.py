@@ -39,27 +39,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels import maps
+from kernels.maps import Relay
 from kernels.operands import Operands, State, indices, initial
 from kernels.preconditioner import read_query, write_key
 
 CHUNK = 64  # rows at most
 
 
-def run(x: Operands, state: State | None, bounds: tuple[int, ...] | None) -> tuple[Tensor, State]:
-    """o [B, T, H, V] and the final states of a checked call; bounds as `kernels.reference.run`."""
+def run(x: Operands, state: State | None, bounds: tuple[int, ...] | None, relay: Relay | None = None) -> tuple[Tensor, State]:
+    """o [B, T, H, V] and the final states of a checked call; bounds as `kernels.reference.run`. With a relay state is None."""
     batch, length = x.q.shape[:2]
     bounds = bounds or tuple(range(0, batch * length + 1, length))
     layout = Layout.of(bounds, chunk_rows(bounds, max(x.k.shape[-1], x.v.shape[-1])), x.q.device)
-    state = initial(x, state, len(layout.rank))
+    state, tokens = initial(x, state, len(layout.rank)), x
     x = x.map(layout.pack)  # [M, H, C, ...], M chunks
-    q, w, a = _precondition(x, state.a, layout)
+    a = state.a
+    if relay is not None and a is not None:
+        a = maps.statistic(relay, tokens.precond.decay, _statistic(x, a, layout).final)
+    q, w, a = _precondition(x, a, layout)
     kw, qw = _interact(x.k, q, w, x.decay)
     u, z = _solve(x, kw)
-    r, s_in, s = _scan(u, z, w, x.decay, state.s, layout)
+    keep, w = None if x.decay is None else _whole(x.decay, w), _decayed(w, x.decay, _to_end).mT
+    if relay is None:
+        r, s_in, s = _scan(u, z, w, keep, state.s, layout)
+    else:
+        r, s_in, s = _RelayedScan.apply(relay, layout, u, z, w, keep)
     o = _decayed(q, x.decay, _from_start) @ s_in + qw @ r
     return layout.unpack(o).unflatten(0, (batch, length)), State(s, a)
 
@@ -166,15 +176,25 @@ def _precondition(x: Operands, a: Tensor | None, layout: Layout) -> tuple[Tensor
     """The query that reads, the key that writes, and the final statistic [N, H, K]."""
     if x.precond is None:
         return x.q, x.k, None
+    prior, gained, final = _statistic(x, a, layout)
+    a = prior + gained
+    precond = replace(x.precond, center=x.precond.center[:, None])  # [H, 1] against [M, H, C]
+    return read_query(x.q, a, precond), write_key(x.k, prior, a, x.beta, x.decay, precond), final
+
+
+class _Statistic(NamedTuple):
+    prior: Tensor  # [M, H, C, K] before each token, decayed
+    gained: Tensor  # [M, H, C, K] what each token adds
+    final: Tensor  # [N, H, K]
+
+
+def _statistic(x: Operands, a: Tensor, layout: Layout) -> _Statistic:
     p, gained = x.precond.decay, x.precond.gain[..., None] * x.k.square()
     own = _spans(p).tril(-1) @ gained  # the chunk's own earlier tokens
     whole = p.sum(-1).exp()[..., None].split(layout.active)  # exp(P_C) [n, H, 1]
     added = (own[..., -1, :] + gained[..., -1, :]).split(layout.active)
     a_in, final = _chain(lambda step, a: whole[step] * a + added[step], a, layout)
-    prior = own + p.cumsum(-1).exp()[..., None] * a_in[..., None, :]
-    a = prior + gained
-    precond = replace(x.precond, center=x.precond.center[:, None])  # [H, 1] against [M, H, C]
-    return read_query(x.q, a, precond), write_key(x.k, prior, a, x.beta, x.decay, precond), final
+    return _Statistic(own + p.cumsum(-1).exp()[..., None] * a_in[..., None, :], gained, final)
 
 
 def _interact(k: Tensor, q: Tensor, w: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -221,11 +241,12 @@ def _solve(x: Operands, kw: Tensor) -> tuple[Tensor, Tensor | None]:
     return solved.split([x.v.shape[-1], x.k.shape[-1]], -1)
 
 
-def _scan(u: Tensor, z: Tensor | None, w: Tensor, g: Tensor | None, s: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """R [M, H, C, V], the state each chunk meets [M, H, K, V] and the final ones [N, H, K, V]."""
-    keep = None if g is None else _whole(g, w).split(layout.active)
-    u, w = u.split(layout.active), _decayed(w, g, _to_end).mT.split(layout.active)
-    z = z if z is None else z.split(layout.active)
+def _scan(u: Tensor, z: Tensor | None, w: Tensor, keep: Tensor | None, s: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """R [M, H, C, V], the state each chunk meets [M, H, K, V] and the final ones [N, H, K, V].
+
+    w [M, H, K, C]: the write keys decayed to their chunk's end; keep [M, H, 1 or K, 1]: exp(G_C), None without a decay.
+    """
+    u, w, z, keep = (x if x is None else x.split(layout.active) for x in (u, w, z, keep))
     written = []
 
     def advance(step: int, s: Tensor) -> Tensor:
@@ -235,6 +256,44 @@ def _scan(u: Tensor, z: Tensor | None, w: Tensor, g: Tensor | None, s: Tensor, l
 
     s_in, final = _chain(advance, s, layout)
     return torch.cat(written), s_in, final
+
+
+class _RelayedScan(torch.autograd.Function):
+    """`_scan` of one piece of its sequences, from the states that a relay brings."""
+
+    @staticmethod
+    def forward(ctx, relay: Relay, layout: Layout, u, z, w, keep):
+        arriving, passed = relay.forth("state", lambda: _ends(relay, u, z, w, keep, layout))
+        ctx.relay, ctx.layout = relay, layout
+        ctx.save_for_backward(u, z, w, keep, arriving, passed)
+        return _scan(u, z, w, keep, relay.enter(arriving), layout)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dr, ds_in, ds):
+        *inputs, arriving, passed = ctx.saved_tensors
+        inputs = [None if x is None else x.detach().requires_grad_() for x in inputs]
+        start = ctx.relay.enter(arriving).requires_grad_()
+        with torch.enable_grad(), torch.autocast(start.device.type, enabled=False):
+            outputs = _scan(*inputs, start, ctx.layout)
+        (met,) = torch.autograd.grad(outputs, start, (dr, ds_in, ds), retain_graph=True)
+        ds = ctx.relay.add_left(ds, ctx.relay.back(passed, ctx.relay.met(met)))
+        wanted = [x for x in inputs if x is not None]
+        found = iter(torch.autograd.grad(outputs, wanted, (dr, ds_in, ds)))
+        return None, None, *(None if x is None else next(found) for x in inputs)
+
+
+def _ends(relay: Relay, u, z, w, keep, layout: Layout) -> tuple[Tensor | None, Tensor]:
+    """The state's map [R, H, K, K] of the rows (None where none is chained) and what they make of zero [R, H, K, V]."""
+    heads, key, value = u.shape[1], w.shape[-2], u.shape[-1]
+    columns = value + key if relay.passes_through else value
+    u = torch.nn.functional.pad(u, (0, columns - value))
+    start = u.new_zeros(len(layout.rank), heads, key, columns)
+    start[..., value:] = torch.eye(key, dtype=u.dtype, device=u.device)[:, : columns - value]
+    made, passed = relay.left(_scan(u, z, w, keep, start, layout)[2]).split([value, columns - value], -1)
+    if not relay.chains:
+        return None, made
+    return passed if relay.passes_through else made.new_zeros(*made.shape[:-1], key), made
 
 
 def _whole(g: Tensor, w: Tensor) -> Tensor:

@@ -1,0 +1,232 @@
+"""Sequences cut into pieces: what a piece hands to the one after it, and how what arrives from those before it is made of that.
+
+A piece takes what it meets, x, to M x + b, with M and b from its own tokens alone, so all pieces are worked on at once and only a short
+chain of their maps is serial:
+
+    what           x                                M                                       b
+    "history"      the convolution's last inputs    0                                       this piece's own last inputs
+    "statistic"    a [K]                            exp(sum of p), one number a head        the end from a = 0
+    "state"        S [K, V]                         [K, K], the end from S = I, no values   the end from S = 0
+
+The statistic is chained before the state, whose write keys depend on it. Backward, with dx' the gradient of what a piece hands on and e the
+gradient of what it met from all it did itself, dx = M^T dx' + e is chained from the last piece to the first: the state's, then the
+statistic's, then the history's.
+
+The kernels know no ranks: a `Relay` is handed to them, and something that joins the pieces (`pdn_train.sequence`) fills in `carry`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.operands import computation_dtype, indices
+
+What = Literal["history", "statistic", "state"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One cut out of R rows of equal length, in which sequences may begin anywhere: N sequences and parts of sequences side by side.
+
+    In each row the first may go on from the piece before and the last may go on in the piece after; all others lie inside.
+    """
+
+    bounds: tuple[int, ...]  # [N + 1] where they start and end in this piece's tokens
+    first: tuple[int, ...]  # [R] the number of each row's first one
+    continues: tuple[bool, ...]  # [R] whether that one goes on from the piece before
+
+    @staticmethod
+    def cut(length: int, rows: int, starts: Tensor | None, rank: int, ranks: int) -> Piece:
+        """Piece `rank` of `ranks` of rows of `length` tokens; starts: where sequences start in the rows joined into one, those at the
+        rows' starts included (cu_seqlens without its last entry); None: at the rows' starts only."""
+        if length % ranks:
+            raise ValueError(f"{ranks} pieces do not divide the {length} tokens of a row")
+        tokens = length // ranks
+        begins = torch.zeros(rows * length, dtype=torch.bool)
+        begins[torch.arange(0, rows * length, length) if starts is None else starts.long()] = True
+        begins = begins.view(rows, length)[:, rank * tokens : (rank + 1) * tokens]
+        continues = tuple((~begins[:, 0]).tolist())
+        begins = begins.clone()
+        begins[:, 0] = True
+        first = (0, *accumulate(begins.sum(1).tolist()))[:-1]
+        return Piece((*begins.flatten().nonzero().flatten().tolist(), rows * tokens), first, continues)
+
+    @property
+    def rows(self) -> int:
+        return len(self.first)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """[R] the number of each row's last one."""
+        return tuple(n - 1 for n in (*self.first[1:], self.sequences))
+
+    @property
+    def carries(self) -> tuple[bool, ...]:
+        """[R] whether what arrives reaches the piece after: one sequence fills the row and goes on from before."""
+        return tuple(on and first == last for on, first, last in zip(self.continues, self.first, self.last, strict=True))
+
+    @property
+    def tails(self) -> tuple[int, ...]:
+        """[R] tokens of each row's last one."""
+        return tuple(self.bounds[n + 1] - self.bounds[n] for n in self.last)
+
+
+class Relay(ABC):
+    """What one layer hands on and is handed at the two ends of a piece. Every piece makes the same calls in the same order.
+
+    What has arrived is kept: a layer that is run again for its backward pass (activation checkpointing) finds it, and hands on nothing a
+    second time. So each layer of each forward pass has a relay of its own (`for_layer`).
+    """
+
+    def __init__(self, piece: Piece, number: int, pieces: int, device: torch.device):
+        self.piece, self.number, self.pieces, self.device = piece, number, pieces, device
+        self._first, self._last = (indices(x, device) for x in (piece.first, piece.last))
+        self._continues, self._carries = (indices(x, device) for x in (piece.continues, piece.carries))
+        self._arrived: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    @abstractmethod
+    def carry(self, maps: Tensor | None, made: Tensor, reverse: bool = False) -> Tensor:
+        """What arrives, [R, ...] as `made`: zero through x -> maps x + made of every piece before this one, in order; reverse: of every
+        piece after it, from the last one, with maps transposed. maps: [R, H], [R, H, K, K], or None for zero."""
+
+    def for_layer(self) -> Relay:
+        """The same relay with nothing arrived yet."""
+        fresh = object.__new__(type(self))
+        fresh.__dict__.update(self.__dict__, _arrived={})
+        return fresh
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether there is a piece after this one."""
+        return self.number < self.pieces - 1
+
+    @property
+    def chains(self) -> bool:
+        """Whether anything can pass through a whole piece: there is one with a piece before it and one after it."""
+        return self.pieces > 2
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether anything passes through this one."""
+        return 0 < self.number < self.pieces - 1 and any(self.piece.carries)
+
+    def forth(self, what: What, make: Callable[[], tuple[Tensor | None, Tensor]]) -> tuple[Tensor, Tensor | None]:
+        """What arrives at each row [R, ...], zero where no sequence goes on, and this piece's maps for `back`. make: (maps, made)."""
+        if what not in self._arrived:
+            maps, made = make()
+            maps = None if maps is None else _rowwise(self._carries, maps) * maps
+            arriving = self.carry(maps, made)
+            self._arrived[what] = (arriving * _rowwise(self._continues, arriving), maps)
+        return self._arrived[what]
+
+    def back(self, maps: Tensor | None, gradient: Tensor) -> Tensor:
+        """The gradient of what this piece handed on, [R, ...], from that of what arrived and the maps that `forth` gave back."""
+        return self.carry(maps, gradient * _rowwise(self._continues, gradient), reverse=True)
+
+    def enter(self, arriving: Tensor) -> Tensor:
+        """[R, ...] -> [N, ...]: what each sequence of the piece starts from, zero where it starts here."""
+        if self.piece.sequences == self.piece.rows:
+            return arriving
+        return arriving.new_zeros(self.piece.sequences, *arriving.shape[1:]).index_copy(0, self._first, arriving)
+
+    def met(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [R, ...]: of the sequences that meet what arrives."""
+        return x if self.piece.sequences == self.piece.rows else x.index_select(0, self._first)
+
+    def left(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [R, ...]: of the sequences that hand on."""
+        return x if self.piece.sequences == self.piece.rows else x.index_select(0, self._last)
+
+    def add_left(self, x: Tensor | None, gradient: Tensor) -> Tensor:
+        """A gradient of the ends [N, ...], None for zero, with [R, ...] added to those that hand on."""
+        x = gradient.new_zeros(self.piece.sequences, *gradient.shape[1:]) if x is None else x
+        return x + gradient if self.piece.sequences == self.piece.rows else x.index_add(0, self._last, gradient)
+
+
+def _rowwise(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (x.dim() - 1))
+
+
+def check_relay(relay: Relay, q: Tensor, bounds: tuple[int, ...] | None, given: bool, backend: str) -> None:
+    """What a call of the recurrence on one piece must keep to; given: whether it has an initial state."""
+    if backend != "torch":
+        raise ValueError(f"relay is given: backend={backend!r} takes whole sequences; use backend='torch'")
+    if given:
+        raise ValueError("relay and initial_state are both given: the states at a piece's start come by the relay")
+    batch, length = q.shape[:2]
+    bounds = bounds or tuple(range(0, batch * length + 1, length))
+    if bounds != relay.piece.bounds:
+        raise ValueError(f"relay is for sequences that start at {relay.piece.bounds} and q, cu_seqlens for {bounds}")
+
+
+def history(relay: Relay, x: Tensor, past: int) -> Tensor:
+    """The `past` inputs before each sequence of the piece, [N, past, D], for a convolution of x [B, T, D]; fp32 (fp64 for fp64)."""
+    rows, tails = x.reshape(relay.piece.rows, -1, x.shape[-1]), relay.piece.tails
+    if rows.shape[1] < past:
+        raise ValueError(f"a piece of {rows.shape[1]} tokens is shorter than the convolution's history of {past}: use fewer pieces")
+    tail = rows[:, -past:].to(computation_dtype(x))
+    if min(tails) < past:  # a sequence that started less than `past` tokens ago
+        own = indices([[past - i <= tail for i in range(past)] for tail in tails], x.device)
+        tail = tail * own[..., None]
+    return relay.enter(_Arrive.apply(relay, "history", None, tail))
+
+
+def statistic(relay: Relay, p: Tensor, made: Tensor) -> Tensor:
+    """What the statistic of each sequence starts from, [N, H, K], from its log decay p [B, T, H] and its ends from zero [N, H, K]."""
+    return relay.enter(_Arrive.apply(relay, "statistic", kept(relay, p), relay.left(made)))
+
+
+def kept(relay: Relay, p: Tensor) -> Tensor:
+    """exp(sum of p [B, T, H]) over each row, [R, H]: what a sequence that fills it keeps of a statistic."""
+    return p.reshape(relay.piece.rows, -1, p.shape[-1]).to(computation_dtype(p)).sum(1).exp()
+
+
+class _Arrive(torch.autograd.Function):
+    """What arrives [R, ...], where maps [R, H] (or None) and made [R, ...] have gradients of their own."""
+
+    @staticmethod
+    def forward(ctx, relay: Relay, what: What, maps: Tensor | None, made: Tensor):
+        arriving, maps = relay.forth(what, lambda: (maps, made))
+        ctx.relay = relay
+        ctx.save_for_backward(maps, arriving)
+        return arriving.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        maps, arriving = ctx.saved_tensors
+        handed = ctx.relay.back(maps, gradient)
+        dmaps = None if maps is None else (arriving * handed).sum(-1) * _rowwise(ctx.relay._carries, maps)
+        return None, None, dmaps, handed
+
+
+def follow(maps: Tensor, x: Tensor, made: Tensor) -> Tensor:
+    """maps x + made; maps [..., H] for x [..., H, K], or [..., H, K, K] for x [..., H, K, V]."""
+    return made + (maps @ x if maps.dim() == x.dim() else maps[..., None] * x)
+
+
+def chain(maps: Tensor, made: Tensor, start: Tensor | None = None) -> Tensor:
+    """start (None: zero) through the maps of P pieces in order, maps [P, ...], made [P, ...]."""
+    x = made[0] if start is None else follow(maps[0], start, made[0])
+    for m, b in zip(maps[1:], made[1:], strict=True):
+        x = follow(m, x, b)
+    return x
+
+
+def compose(maps: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
+    """P pieces in order as one: its map [...] and what it makes of zero."""
+    whole = maps[0]
+    for m in maps[1:]:
+        whole = m @ whole if m.dim() == made[0].dim() else m * whole
+    return whole, chain(maps, made)
