@@ -1,13 +1,22 @@
 """Writing exports: a run's weights as safetensors, for use elsewhere.
 
-    python -m pdn_train.export RUN OUT [--format safetensors] [--max-shard-size MB]
+    python -m pdn_train.export RUN OUT [--format safetensors|fla] [--max-shard-size MB]
 
-RUN is a run folder (its newest whole checkpoint), a checkpoint folder or another export. OUT, which must not exist, appears whole:
+RUN is a run folder (its newest whole checkpoint), a checkpoint folder or another export. OUT, which must not exist, appears whole. With
+--format safetensors:
 
     model.safetensors     every parameter and buffer by its name in the model; parameters are the fp32 masters. With --max-shard-size:
                           model-00001-of-0000N.safetensors and model.safetensors.index.json, which says what lies where
     config.yaml           the model section, and of the data section what the model is used to: seq_len and reset_at_documents
     tokenizer.model       the run's tokenizer, where it has one
+
+With --format fla the weights have flash-linear-attention's names and config.json says which of its classes they are for
+(`pdn_train.interchange`), so that where that library is installed
+
+    import fla; model = transformers.AutoModelForCausalLM.from_pretrained(OUT)
+
+computes the same; tokenizer.json and tokenizer_config.json are for transformers' AutoTokenizer (`pdn_train.hf_tokenizer`). Such a folder is
+read here like any other export, and `pdn_train.import_fla` makes one of the first kind of it.
 
 A tied head is written under both its names, `embedding.weight` and `head.weight`: vocab x hidden x 4 bytes more. Costs two copies of the
 model in host memory.
@@ -21,21 +30,26 @@ import shutil
 import sys
 import uuid
 from pathlib import Path
+from typing import Literal
 
 import torch
 import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pdn_train import hf_tokenizer, interchange
 from pdn_train.checkpoint import CheckpointError
 from pdn_train.config import ConfigError
 from pdn_train.files import sync_contents, sync_folder
+from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
-from pdn_train.tokenizer import TokenizerError
+from pdn_train.tokenizer import Tokenizer, TokenizerError
 from pdn_train.weights import INDEX, SINGLE, Source, WeightsError, find
 
 
-def export(path: str | Path, out: str | Path, max_shard_bytes: int | None = None) -> None:
+def export(
+    path: str | Path, out: str | Path, max_shard_bytes: int | None = None, format: Literal["safetensors", "fla"] = "safetensors"
+) -> None:
     """Write the weights at `path` as an export folder `out`, whole or not at all. Raises WeightsError, also where `out` exists."""
     out = Path(out)
     if out.exists():
@@ -43,11 +57,11 @@ def export(path: str | Path, out: str | Path, max_shard_bytes: int | None = None
     source = find(path)
     weights = source.weights()
     _check(weights, source)
+    write = {"safetensors": _write_own, "fla": _write_fla}[format]
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     aside.mkdir(parents=True)
     try:
-        write_weights(aside, weights, max_shard_bytes)
-        (aside / "config.yaml").write_text(_config_text(source))
+        write(aside, source, weights, max_shard_bytes)
         if source.tokenizer is not None:
             shutil.copyfile(source.tokenizer, aside / "tokenizer.model")
         sync_contents(aside)
@@ -55,6 +69,35 @@ def export(path: str | Path, out: str | Path, max_shard_bytes: int | None = None
         sync_folder(out.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_own(folder: Path, source: Source, weights: dict[str, Tensor], max_shard_bytes: int | None) -> None:
+    write_weights(folder, weights, max_shard_bytes)
+    (folder / "config.yaml").write_text(_config_text(source))
+
+
+def _write_fla(folder: Path, source: Source, weights: dict[str, Tensor], max_shard_bytes: int | None) -> None:
+    """Raises WeightsError where no class of flash-linear-attention computes this model."""
+    try:
+        write_weights(folder, interchange.to_fla(weights, source.model), max_shard_bytes)
+    except InterchangeError as error:
+        raise WeightsError(f"{source.folder}: {error}") from error
+    tokenizer = None if source.tokenizer is None else Tokenizer.load(source.tokenizer)
+    end, begin = (None, None) if tokenizer is None else (tokenizer.eos_id, tokenizer.bos_id)
+    tree = interchange.to_json(source.model, _data(source), end, begin)
+    (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n")
+    if tokenizer is not None:
+        _write_tokenizer(folder, tokenizer)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    try:
+        files = hf_tokenizer.to_json(tokenizer)
+    except TokenizerError as error:
+        print(f"notice: {error}; no tokenizer.json is written", file=sys.stderr)
+        return
+    for name, text in files.items():
+        (folder / name).write_text(text)
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int | None = None) -> None:
@@ -103,8 +146,11 @@ def _check(weights: dict[str, Tensor], source: Source) -> None:
 
 
 def _config_text(source: Source) -> str:
-    data = {key: source.data[key] for key in ("seq_len", "reset_at_documents") if key in source.data}
-    return yaml.safe_dump({"model": source.model.model_dump(mode="json"), "data": data}, sort_keys=False)
+    return yaml.safe_dump({"model": source.model.model_dump(mode="json"), "data": _data(source)}, sort_keys=False)
+
+
+def _data(source: Source) -> dict:
+    return {key: source.data[key] for key in ("seq_len", "reset_at_documents") if key in source.data}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,11 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-shard-size", type=float, metavar="MB", help="cut into files of at most this many megabytes (10^6 bytes)")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.format == "fla":
-            raise WeightsError("--format fla, weights under flash-linear-attention's names, is not available yet; use --format safetensors")
         if arguments.max_shard_size is not None and arguments.max_shard_size <= 0:
             raise WeightsError(f"--max-shard-size {arguments.max_shard_size} is not above 0")
-        export(arguments.run, arguments.out, None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e6))
+        limit = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e6)
+        export(arguments.run, arguments.out, limit, arguments.format)
     except (WeightsError, CheckpointError, ConfigError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,8 @@
 """Weights back out of a run: what lies at a path, its tensors, and a model that has them. For evaluation, generation, warm starts, exports.
 
-A path names a run folder (its newest whole checkpoint), a checkpoint folder or an export (`pdn_train.export`). A checkpoint's files are
-read against their checksums before anything is taken from them. A tied head stands under both its names, `embedding.weight` and
+A path names a run folder (its newest whole checkpoint), a checkpoint folder or an export (`pdn_train.export`) of either format, also one
+that flash-linear-attention wrote (`pdn_train.interchange`). A checkpoint's files are read against their checksums before anything is
+taken from them. A tied head stands under both its names, `embedding.weight` and
 `head.weight`, so that whoever reads the weights need not know of the tie.
 
 Costs one copy of the model in host memory, two while a checkpoint's ZeRO files are joined, and a read of the whole checkpoint first.
@@ -14,15 +15,17 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pdn_train import checkpoint, config
+from pdn_train import checkpoint, config, interchange
 from pdn_train.checkpoint import CheckpointError
 from pdn_train.config import ModelConfig
+from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
 from pdn_train.tokenizer import Tokenizer
 
@@ -40,14 +43,14 @@ class Source:
     """A checkpoint or an export, found by `find`."""
 
     folder: Path
-    exported: bool  # an export, not a checkpoint
+    format: Literal["checkpoint", "safetensors", "fla"]
     model: ModelConfig
     data: dict  # the data section of its configuration; an export has seq_len and reset_at_documents of it
     tokenizer: Path | None
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, on the CPU: fp32 masters, both names of a tied head. Raises WeightsError."""
-        weights = _read_export(self.folder) if self.exported else _read_checkpoint(self.folder)
+        weights = _READ[self.format](self)
         stored = next((name for name in TIED if name in weights), None)
         if self.model.tie_embeddings and stored is not None:
             weights |= {name: weights.get(name, weights[stored]) for name in TIED}
@@ -58,8 +61,10 @@ def find(path: str | Path) -> Source:
     """What lies at `path`: a run folder, a checkpoint or an export. Raises WeightsError or CheckpointError where none is whole."""
     path = Path(path)
     if (path / SINGLE).exists() or (path / INDEX).exists():
+        if (path / "config.json").exists():
+            return _find_fla(path)
         tree = _read_tree(path / "config.yaml", lambda text: config.parse(text, str(path / "config.yaml")))
-        return Source(path, True, _model_config(tree, path), tree.get("data") or {}, _if_there(path / "tokenizer.model"))
+        return Source(path, "safetensors", _model_config(tree, path), tree.get("data") or {}, _if_there(path / "tokenizer.model"))
     if (path / "checkpoints").is_dir():
         path = checkpoint.newest(path / "checkpoints")
         tree = _read_tree(path / "state.json", json.loads)["config"]
@@ -69,7 +74,16 @@ def find(path: str | Path) -> Source:
         raise WeightsError(
             f"{path} is no run folder (checkpoints/ is missing), no checkpoint (state.json) and no export ({SINGLE}); name one of these"
         )
-    return Source(path, False, _model_config(tree, path), tree["data"], _if_there(path.absolute().parent.parent / "tokenizer.model"))
+    return Source(path, "checkpoint", _model_config(tree, path), tree["data"], _if_there(path.absolute().parent.parent / "tokenizer.model"))
+
+
+def _find_fla(path: Path) -> Source:
+    tree = _read_tree(path / "config.json", json.loads)
+    try:
+        model, data = interchange.from_json(tree)
+    except ValueError as error:
+        raise WeightsError(f"{path} holds no model that this project has: {error}") from error
+    return Source(path, "fla", model, data, _if_there(path / "tokenizer.model"))
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
@@ -112,6 +126,13 @@ def load_model(
     return model.to(device=device, dtype=dtype).eval(), tokenizer
 
 
+def _read_fla(source: Source) -> dict[str, Tensor]:
+    try:
+        return interchange.from_fla({name: tensor.float() for name, tensor in _read_export(source.folder).items()}, source.model)
+    except InterchangeError as error:
+        raise WeightsError(f"{source.folder}: {error}") from error
+
+
 def _read_export(folder: Path) -> dict[str, Tensor]:
     if (folder / SINGLE).exists():
         return _read_file(folder / SINGLE)
@@ -136,6 +157,13 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
 
     # A frozen parameter has no master
     return {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in gather_fp32_weights(folder).items()}
+
+
+_READ = {
+    "checkpoint": lambda source: _read_checkpoint(source.folder),
+    "safetensors": lambda source: _read_export(source.folder),
+    "fla": _read_fla,
+}
 
 
 def _read_whole(folder: Path) -> dict:

@@ -103,8 +103,8 @@ def test_a_zero_matrix_or_a_missing_tensor_is_refused(tmp_path, make_run, make_m
 
 
 def test_command_line(run, tmp_path, capsys):
-    assert export.main([str(run[0]), str(tmp_path / "fla"), "--format", "fla"]) == 1
-    assert "not available yet; use --format safetensors" in capsys.readouterr().err
+    assert export.main([str(run[0]), str(tmp_path / "fla"), "--format", "fla"]) == 0
+    assert json.loads((tmp_path / "fla" / "config.json").read_text())["model_type"] == "precond_gated_deltanet"
     assert export.main([str(run[0]), str(tmp_path / "out"), "--max-shard-size", "0"]) == 1
     assert "--max-shard-size 0.0 is not above 0" in capsys.readouterr().err
     assert export.main([str(run[0]), str(tmp_path / "out"), "--max-shard-size", "0.01"]) == 0

@@ -1,0 +1,49 @@
+"""A model of flash-linear-attention into this project: `python -m pdn_train.import_fla FOLDER OUT [--max-shard-size MB]`.
+
+FOLDER is what `--format fla` of `pdn_train.export` or `save_pretrained` of that library wrote: config.json and safetensors, of the classes
+DeltaNet, GatedDeltaNet, KDA, PrecondGatedDeltaNet and PrecondKDA (the table: `pdn_train.interchange`). OUT is an ordinary export with the
+same weights, bit for bit (16-bit ones widened to fp32): evaluate it, let it generate, or start a run from it (`init_from`). FOLDER itself
+can be used so too; importing it saves the check at every start and makes it independent of config.json.
+
+What the model was trained on is not in such a folder unless this project wrote it: add data.reset_at_documents to OUT/config.yaml before
+evaluating its perplexity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pdn_train.checkpoint import CheckpointError
+from pdn_train.export import export
+from pdn_train.tokenizer import TokenizerError
+from pdn_train.weights import WeightsError, find
+
+
+def import_fla(folder: str | Path, out: str | Path, max_shard_bytes: int | None = None) -> None:
+    """Write what lies at `folder` as an export `out`. Raises WeightsError where it is another kind of folder, or not such a model."""
+    if find(folder).format != "fla":
+        raise WeightsError(f"{folder} has no config.json: it is not a model of flash-linear-attention; use pdn_train.export")
+    export(folder, out, max_shard_bytes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pdn_train.import_fla", description="Read a model of flash-linear-attention.")
+    parser.add_argument("folder", help="a folder with config.json and safetensors")
+    parser.add_argument("out", help="the export to make")
+    parser.add_argument("--max-shard-size", type=float, metavar="MB", help="cut into files of at most this many megabytes (10^6 bytes)")
+    a = parser.parse_args(argv)
+    try:
+        if a.max_shard_size is not None and a.max_shard_size <= 0:
+            raise WeightsError(f"--max-shard-size {a.max_shard_size} is not above 0")
+        import_fla(a.folder, a.out, None if a.max_shard_size is None else int(a.max_shard_size * 1e6))
+    except (WeightsError, CheckpointError, TokenizerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {a.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
