@@ -3,7 +3,8 @@
     python -m pdn_train.generate RUN_OR_EXPORT --prompt TEXT [--prompt TEXT ...] [--max-tokens N] [--temperature T] [--top-p P] [--seed N]
 
 All prompts go on together; each ends at the end-of-document token or after N tokens. Temperature 0 takes the likeliest token, and the same
-prompt then gives the same text whatever stands beside it; above 0 the seed decides. Texts go to stdout, the speed to stderr.
+prompt then gives the same text whatever stands beside it; above 0 the seed decides. Texts go to stdout, the speed to stderr: the prompts'
+tokens, read by chunks, and the generated ones, the former's first excepted, each by their own seconds.
 
 Each token costs one pass over the weights and, per sequence, one over its states (heads x head_dim^2 x 4 bytes a layer), however long the
 text has become; nothing else is kept of it.
@@ -41,18 +42,34 @@ def generate(
     vocabulary: int | None = None,  # ids at or above it are never drawn; None: the model's
 ) -> list[list[int]]:
     """The ids that follow each prompt, without the end id. Raises GenerationError for an argument that cannot be met."""
+    return timed(model, prompts, max_tokens, temperature, top_p, seed, end, vocabulary)[0]
+
+
+def timed(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    end: int | None,
+    vocabulary: int | None,
+) -> tuple[list[list[int]], float, float]:
+    """`generate`, with the seconds until every prompt had its first token, and those of all later tokens."""
     _check(model, prompts, max_tokens, temperature, top_p)
     texts: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
+    started, read = time.perf_counter(), None
     for tokens in _tokens(model, prompts, temperature, top_p, seed, vocabulary):
-        drawn = tokens.tolist()
+        drawn = tokens.tolist()  # waits for the device
+        read = read or time.perf_counter()
         running -= {n for n in running if drawn[n] == end}
         for n in running:
             texts[n].append(drawn[n])
         running -= {n for n in running if len(texts[n]) == max_tokens}
         if not running:
-            return texts
-    return texts
+            break
+    return texts, read - started, time.perf_counter() - read
 
 
 @torch.no_grad()
@@ -103,14 +120,16 @@ def run(a: argparse.Namespace) -> None:
     if tokenizer is None:
         raise GenerationError(f"{a.model} has no tokenizer.model: put the one its shards were made with there")
     prompts = [tokenizer.encode(text) for text in a.prompt]
-    started = time.perf_counter()
-    texts = generate(model, prompts, a.max_tokens, a.temperature, a.top_p, a.seed, tokenizer.eos_id, tokenizer.vocab_size)
-    seconds = time.perf_counter() - started
+    ends = (tokenizer.eos_id, tokenizer.vocab_size)
+    texts, reading, writing = timed(model, prompts, a.max_tokens, a.temperature, a.top_p, a.seed, *ends)
     for prompt, text in zip(prompts, texts, strict=True):
         print(tokenizer.decode([*prompt, *text]))
-    count = sum(map(len, texts))
-    read = sum(map(len, prompts))
-    print(f"{count} tokens after {read} of prompt in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
+    read, later = sum(map(len, prompts)), sum(max(0, len(text) - 1) for text in texts)
+    print(
+        f"{len(prompts)} prompts, {read} tokens read in {reading:.2f} s: {read / reading:.1f} tokens/s; "
+        f"{later} tokens more in {writing:.2f} s: {later / max(writing, 1e-9):.1f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
