@@ -24,10 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import maps
 from kernels.chunk import Preconditioner, State, delta_rule
 from kernels.conv import short_conv, short_conv_step
 from kernels.cross_entropy import summed_cross_entropy
 from kernels.decode import step
+from kernels.maps import Relay
 from kernels.norm import gated_rms_norm, rms_norm
 from kernels.operands import computation_dtype
 from pdn_train import recompute
@@ -130,8 +132,8 @@ class Mixer(nn.Module):
         if self.config.preconditioned:
             self.center = nn.Parameter(torch.empty(self.heads))
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:  # [B, T, hidden] -> [B, T, hidden]
-        return self._mix(x, cu_seqlens, keep=False)[0]
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, relay: Relay | None = None) -> Tensor:  # [B, T, hidden], the same
+        return self._mix(x, cu_seqlens, keep=False, relay=relay)[0]
 
     def prefill(self, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, MixerCache]:
         """`forward` of N packed prompts [1, T, hidden], and what must be remembered to go on after each."""
@@ -145,14 +147,16 @@ class Mixer(nn.Module):
         beta, decay, precond = self._gates(columns)
         return self._output(step(cache.state, q, k, v, beta, decay, precond, backend=self.config.kernel), columns)
 
-    def _mix(self, x: Tensor, cu_seqlens: Tensor | None, keep: bool) -> tuple[Tensor, State | None, Tensor | None]:
+    def _mix(
+        self, x: Tensor, cu_seqlens: Tensor | None, keep: bool, relay: Relay | None = None
+    ) -> tuple[Tensor, State | None, Tensor | None]:
         mixed, columns = self._project(x)
-        mixed, history = short_conv(mixed, self.conv_weight, output_final_state=keep, cu_seqlens=cu_seqlens)
+        past = None if relay is None else maps.history(relay, mixed, CONV_WIDTH - 1)
+        mixed, history = short_conv(mixed, self.conv_weight, past, output_final_state=keep, cu_seqlens=cu_seqlens)
         q, k, v = self._heads(mixed)  # [B, T, H, K] each
         beta, decay, precond = self._gates(columns)
-        o, state = delta_rule(
-            q, k, v, beta, decay=decay, precond=precond, output_final_state=keep, cu_seqlens=cu_seqlens, backend=self.config.kernel
-        )
+        arguments = {"output_final_state": keep, "cu_seqlens": cu_seqlens, "backend": self.config.kernel, "relay": relay}
+        o, state = delta_rule(q, k, v, beta, decay, precond, **arguments)
         return self._output(o, columns), state, history
 
     def _project(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -223,8 +227,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:  # [B, T, hidden] -> [B, T, hidden]
-        x = x + self.mixer(self.mixer_norm(x), cu_seqlens)
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, relay: Relay | None = None) -> Tensor:  # [B, T, hidden], the same
+        x = x + self.mixer(self.mixer_norm(x), cu_seqlens, relay)
         return x + self.mlp(self.mlp_norm(x))
 
     def prefill(self, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, MixerCache]:
@@ -280,15 +284,18 @@ class LanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None, relay: Relay | None = None
+    ) -> Tensor:
         """input_ids [B, T] int64 -> logits [B, T, vocab] in the weights' dtype.
 
         With labels [B, T] int64: the sum of the cross-entropy over labels != -100, in nats, an fp32 scalar (fp64 for an fp64 model), 0
         when all are -100. Divide it by the targets of the whole step. With cu_seqlens [N + 1], B is 1 and N sequences lie side by side.
+        With a relay these are one piece of longer sequences (`kernels.maps`); the sums of all pieces make the whole's, gradients too.
         """
         x, run = self.embedding(input_ids), recompute.RUN[self.activation_checkpoint]
         for block in self.blocks:
-            x = run(block, x, cu_seqlens)
+            x = run(block, x, cu_seqlens, None if relay is None else relay.for_layer())
         return self.head(self.norm(x), labels)
 
     def prefill(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Cache]:

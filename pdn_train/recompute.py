@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 _PRODUCT = ops.aten.mm.default  # what a Linear runs
 
 
-def _plainly(module: nn.Module, *inputs: Tensor | None) -> Tensor:
+def _plainly(module: nn.Module, *inputs: object) -> Tensor:
     return module(*inputs)
 
 
-def _again(module: nn.Module, *inputs: Tensor | None) -> Tensor:
+def _again(module: nn.Module, *inputs: object) -> Tensor:
     return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
 
 
-def _between_products(module: nn.Module, *inputs: Tensor | None) -> Tensor:
+def _between_products(module: nn.Module, *inputs: object) -> Tensor:
     return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_products)
 
 
