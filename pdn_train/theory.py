@@ -162,7 +162,7 @@ def outside() -> Statement:
 
 
 def products() -> Statement:
-    """Two steps at the bound, each with spectral radius 1, whose product has a larger one: w is not parallel to k, so they do not commute."""
+    """Two steps at the bound, each with spectral radius 1, whose product has a larger one: w is not parallel to k."""
     x, beta = 1.5, 2 / 1.5
     angles, b = torch.deg2rad(torch.tensor([25.0, 115.0], dtype=torch.float64)), torch.tensor([[x, 1 / x], [1 / x, x]], dtype=torch.float64)
     k = torch.stack([angles.cos(), angles.sin()], 1)
