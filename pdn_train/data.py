@@ -13,7 +13,7 @@ The permutations are Feistel networks, computed for one index at a time: 20 to 4
 10^9 samples would take 8 GB a rank. All positions and offsets are Python or 64-bit integers.
 
 With reset_at_documents a micro-batch is one row of micro_batch x L tokens, and `cu_seqlens` starts a sequence at each sample and after
-each eos.
+each eos. With sequence parallelism each sample is cut first, and the row is made of the pieces (`Batch.cut`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from kernels.cross_entropy import IGNORED
+from kernels.maps import Piece
 from pdn_train.shards import MANIFEST, Manifest, ShardError, Shards
 
 BLOCK = 1000  # positions within which a mixture is exact; also the finest share, 1/1000
@@ -46,6 +47,7 @@ class Batch:
     labels: torch.Tensor  # [B, T] int64, already shifted
     cu_seqlens: torch.Tensor | None  # [N + 1] int32, with reset_at_documents
     targets: int
+    piece: Piece | None = None  # of samples that are cut over several ranks: what goes on where
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with ids and labels on a device; without waiting where they are pinned."""
@@ -56,6 +58,17 @@ class Batch:
         labels = self.labels.clone()
         labels.view(-1)[count * seq_len :] = IGNORED
         return replace(self, labels=labels, targets=int((labels != IGNORED).sum()))
+
+    def cut(self, rows: int, rank: int, ranks: int) -> Batch:
+        """Piece `rank` of `ranks` of each of its `rows` samples."""
+        length = self.input_ids.numel() // rows
+        starts = None if self.cu_seqlens is None else self.cu_seqlens[:-1]
+        piece = Piece.cut(length, rows, starts, rank, ranks)
+        shape = (rows, -1) if starts is None else (1, -1)
+        span = slice(rank * length // ranks, (rank + 1) * length // ranks)
+        ids, labels = (x.view(rows, length)[:, span].reshape(shape) for x in (self.input_ids, self.labels))
+        cu_seqlens = None if starts is None else torch.tensor(piece.bounds, dtype=torch.int32)
+        return Batch(ids, labels, cu_seqlens, int((labels != IGNORED).sum()), piece)
 
     def pinned(self) -> Batch:
         """The batch with ids and labels in page-locked memory, for a copy to the GPU that does not wait."""
@@ -174,6 +187,11 @@ class Samples:
             )
         return tokens
 
+    def pair(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels) at a position, [seq_len] int64 each: the tokens, and what follows each of them."""
+        tokens = self.sample(position)
+        return tokens[:-1], tokens[1:]
+
     def find(self, position: int) -> tuple[int, int]:
         """(folder, sample of that folder) at a position."""
         folder, number = self._mixture(position) if self._mixture else (0, position)
@@ -260,16 +278,26 @@ class Loader:
     """The micro-batches of one data-parallel rank.
 
     Micro-batch m of rank r holds, in slot b, the sample at position + (m data_ranks + r) micro_batch + b: the world's samples of a step
-    are the same whatever the number of ranks. Ranks that share a sequence have the same data_rank.
+    are the same whatever the number of ranks. Ranks that share a sequence have the same data_rank; of each of its samples, cut after its
+    labels are shifted, rank `piece` of `pieces` holds that piece.
     """
 
     def __init__(
-        self, samples: Samples, micro_batch: int, accumulation: int, data_rank: int, data_ranks: int, reset_at_documents: bool
+        self,
+        samples: Samples,
+        micro_batch: int,
+        accumulation: int,
+        data_rank: int,
+        data_ranks: int,
+        reset_at_documents: bool,
+        piece: int = 0,
+        pieces: int = 1,
     ) -> None:
         if not 0 <= data_rank < data_ranks:
             raise ValueError(f"data_rank={data_rank} is outside 0 .. {data_ranks - 1} (data_ranks={data_ranks})")
         self.samples, self.micro_batch, self.accumulation = samples, micro_batch, accumulation
         self.data_rank, self.data_ranks, self.reset_at_documents = data_rank, data_ranks, reset_at_documents
+        self.piece, self.pieces = piece, pieces
 
     @property
     def global_batch(self) -> int:
@@ -278,7 +306,8 @@ class Loader:
 
     def step(self, position: int) -> list[Batch]:
         """This rank's micro-batches of the step that starts at global sample `position`."""
-        return [self._batch(position + (m * self.data_ranks + self.data_rank) * self.micro_batch) for m in range(self.accumulation)]
+        first = [position + (m * self.data_ranks + self.data_rank) * self.micro_batch for m in range(self.accumulation)]
+        return [self._own(self._batch(position)) for position in first]
 
     def steps(self, position: int) -> Iterator[tuple[list[Batch], int]]:
         """Endless (micro-batches, position after them), prepared AHEAD steps in advance by one background thread.
@@ -309,16 +338,19 @@ class Loader:
         count = min(count, len(self.samples))
         for position in range(0, count, self.micro_batch * self.data_ranks):
             first = position + self.data_rank * self.micro_batch
-            yield self._batch(first).first_rows(max(0, count - first), self.samples.seq_len)
+            yield self._own(self._batch(first).first_rows(max(0, count - first), self.samples.seq_len))
 
     def _prepared(self, position: int, pin: bool) -> list[Batch]:
         return [batch.pinned() for batch in self.step(position)] if pin else self.step(position)
 
+    def _own(self, batch: Batch) -> Batch:
+        return batch if self.pieces == 1 else batch.cut(self.micro_batch, self.piece, self.pieces)
+
     def _batch(self, position: int) -> Batch:
-        rows = np.stack([self.samples.sample(position + slot) for slot in range(self.micro_batch)])  # [B, L + 1]
-        inputs, labels = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, L] each
+        pairs = [self.samples.pair(position + slot) for slot in range(self.micro_batch)]
+        inputs, labels = (np.stack(rows) for rows in zip(*pairs, strict=True))  # [B, L] each
         if not self.reset_at_documents:
-            return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), None, labels.size)
+            return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), None, int((labels != IGNORED).sum()))
         ends = inputs == self.samples.eos_id
         labels[ends] = IGNORED  # the first token of the next document is not to be guessed from this one
         flat = (torch.from_numpy(a.reshape(1, -1)) for a in (inputs, labels))  # [1, B L] each

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pdn_train import zero
+from kernels.maps import Relay
+from pdn_train import sequence, zero
 from pdn_train.config import Config
 from pdn_train.data import Batch
 from pdn_train.optim import build_optimizer, guard, set_learning_rate
@@ -79,6 +80,7 @@ class Engine:
         names = {id(p): name for name, p in named}
         self._order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._optimizer = optimizer
+        self._line = sequence.connect(world, config.launch.hang_seconds)
         _compute_on(world.device)
         # DeepSpeed would make a world of its own for its collectives, with torch's default timeout
         groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.hang_seconds))
@@ -99,7 +101,7 @@ class Engine:
         for i, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             batch = batch.to(self.world.device)
-            loss = self._engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+            loss = self._engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens, relay=self.relay(batch))
             self._engine.backward(loss * weight, scale_wrt_gas=False)
             total += loss.detach()
         dist.all_reduce(total)
@@ -108,6 +110,10 @@ class Engine:
         set_learning_rate(self._optimizer, rate)
         self._engine.step()
         return Outcome(total / max(1, targets), norm, skipped)
+
+    def relay(self, batch: Batch) -> Relay | None:
+        """What joins the pieces of this batch's samples; None where every rank holds whole ones."""
+        return None if self._line is None else self._line.relay(batch.piece, self.world.device)
 
     @property
     def rate(self) -> float:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.maps import Relay
 from pdn_train.checkpoint import CheckpointError
 from pdn_train.config import ConfigError
 from pdn_train.data import Batch, Loader, Samples, open_samples
@@ -39,15 +40,21 @@ class EvaluationError(ValueError):
 
 
 @torch.no_grad()
-def evaluate_loss(model: torch.nn.Module, batches: Iterable[Batch], device: torch.device | str) -> tuple[float, int]:
+def evaluate_loss(
+    model: torch.nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device | str,
+    relay: Callable[[Batch], Relay | None] = lambda batch: None,
+) -> tuple[float, int]:
     """(summed cross-entropy in nats, number of targets) over `batches`; their quotient is the mean over targets.
 
-    Over several ranks add up both before dividing: a mean of means would let a batch with few targets weigh as much as a full one.
+    relay: what joins the pieces of a batch's samples, where ranks share them. Over several ranks add up both before dividing: a mean of
+    means would let a batch with few targets weigh as much as a full one.
     """
     loss, targets = torch.zeros((), dtype=torch.float64, device=device), 0
     for batch in batches:
         batch = batch.to(device)
-        loss += model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        loss += model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens, relay=relay(batch))
         targets += batch.targets
     return loss.item(), targets
 

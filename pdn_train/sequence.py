@@ -13,7 +13,9 @@ inputs).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.maps import Piece, Relay, chain, compose, follow
+from pdn_train.world import World
 
 Method = Literal["gather", "hierarchical", "pipelined"]
 
@@ -61,13 +64,40 @@ class GroupWire:
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks that share a sequence, in the order of their pieces; over several nodes also those of this rank's node, and the ranks of
-    the same place in each node, `across` them."""
+    """The ranks that share a sequence, in the order of their pieces.
+
+    Where they fill several nodes, `node` has those of this rank's node and `across` those of its place in each node.
+    """
 
     whole: Wire
+    per_node: int  # ranks of the line on a node
     node: Wire | None = None
     across: Wire | None = None
     method: Method | None = None  # of carrying states; None: the one that `choose` finds
+
+    def relay(self, piece: Piece, device: torch.device) -> LineRelay:
+        """The relay of one micro-batch."""
+        return LineRelay(self, piece, device)
+
+
+def connect(world: World, timeout_seconds: int) -> Line | None:
+    """This rank's line; None where a sequence is on one rank. Collective over the whole world."""
+    if world.sequence == 1:
+        return None
+    ranks, per_node = range(world.size), min(world.sequence, world.local_size)
+
+    def group(place: Callable[[int], object]) -> GroupWire:
+        """The ranks at the same `place`; every rank makes all groups, in one order."""
+        members: dict[object, list[int]] = {}
+        for rank in ranks:
+            members.setdefault(place(rank), []).append(rank)
+        own, _ = dist.new_subgroups_by_enumeration(list(members.values()), timeout=timedelta(seconds=timeout_seconds))
+        return GroupWire(own)
+
+    whole = group(lambda rank: rank // world.sequence)
+    if per_node == world.sequence or world.sequence % per_node:
+        return Line(whole, per_node)
+    return Line(whole, per_node, group(lambda rank: rank // per_node), group(lambda rank: (rank // world.sequence, rank % per_node)))
 
 
 class LineRelay(Relay):
@@ -87,7 +117,7 @@ class LineRelay(Relay):
 
     def _chosen(self, made: Tensor) -> Method:
         rows, heads, key, value = made.shape
-        return choose(self.pieces, self._line.node.size if self._line.node else self.pieces, rows * heads, key, value)
+        return choose(self.pieces, self._line.per_node, rows * heads, key, value)
 
 
 def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
@@ -184,5 +214,5 @@ def seconds(method: Method, ranks: int, per_node: int, states: int, key: int, va
 
 def choose(ranks: int, per_node: int, states: int, key: int, value: int, network: Network = Network()) -> Method:
     """The fastest way to carry `states` (rows x heads) states [key, value] over `ranks` ranks, `per_node` of them on a node."""
-    possible = [m for m in METHODS if m != "hierarchical" or per_node < ranks]
+    possible = [m for m in METHODS if m != "hierarchical" or (per_node < ranks and ranks % per_node == 0)]
     return min(possible, key=lambda m: seconds(m, ranks, per_node, states, key, value, network))

@@ -64,7 +64,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
         world.from_leader(lambda: cut_back(run_dir, progress.step))
         announce(config, world, parameters, saved)
 
-        loader = Loader(samples, config.train.micro_batch, accumulation, world.data_rank, world.data_ranks, config.data.reset_at_documents)
+        loader = build_loader(samples, accumulation, config, world)
         journal = Journal(run_dir, world, progress, pace(config, world), config.train.steps, config.log.every, config.train.max_nonfinite)
         profiler = Profiler(config.profile, run_dir.tensorboard, world)
         tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -124,6 +124,12 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
         return samples, validation
 
     return world.each(act)
+
+
+def build_loader(samples: Samples, accumulation: int, config: Config, world: World) -> Loader:
+    """This rank's share of the samples, and its piece of each."""
+    place = (world.data_rank, world.data_ranks, config.data.reset_at_documents, world.sequence_rank, world.sequence)
+    return Loader(samples, config.train.micro_batch, accumulation, *place)
 
 
 def take_batches(steps: Iterator[tuple[list[Batch], int]]) -> tuple[list[Batch], int, ShardError | None]:
@@ -188,15 +194,16 @@ def pace(config: Config, world: World) -> Pace:
 
 def validate(engine: Engine, samples: Samples, config: Config, world: World) -> tuple[float, int]:
     """(nats per target token, target tokens) over the first eval.samples validation samples, shared out over the ranks."""
-    loader = Loader(samples, config.train.micro_batch, 1, world.data_rank, world.data_ranks, config.data.reset_at_documents)
-    loss, targets = evaluate_loss(engine.model, loader.once(config.eval.samples), world.device)
+    batches = build_loader(samples, 1, config, world).once(config.eval.samples)
+    loss, targets = evaluate_loss(engine.model, batches, world.device, engine.relay)
     total = world.sum_floats([loss, float(targets)])
     return total[0] / max(1.0, total[1]), int(total[1])
 
 
 def announce(config: Config, world: World, parameters: int, saved: Saved | None) -> None:
     if world.leads:
-        where = f"{world.size} x {world.device.type}, ZeRO-{config.parallel.zero}, {config.train.precision}"
+        shared = f", {world.sequence} ranks a sequence" if world.sequence > 1 else ""
+        where = f"{world.size} x {world.device.type}{shared}, ZeRO-{config.parallel.zero}, {config.train.precision}"
         log.info("%s, %.1fM parameters, %s, %s", config.model.recurrence, parameters / 1e6, where, config.run_dir)
         if saved is not None:
             at = saved.progress
@@ -216,8 +223,6 @@ def log_to(file: Path | None) -> None:
 
 def require_built(config: Config) -> None:
     """Raise ConfigError for what the configuration can say and the system cannot do yet."""
-    if config.parallel.sequence > 1:
-        raise ConfigError(f"parallel.sequence={config.parallel.sequence}: sequence parallelism is not built yet; use parallel.sequence=1")
     if config.model.kernel == "triton" and config.model.mixer.decay == "channel":
         raise ConfigError(f"model.kernel=triton: the Triton kernels of {config.model.recurrence} are not built yet; use model.kernel=torch")
 

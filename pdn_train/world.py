@@ -26,7 +26,8 @@ class Disagreement(RuntimeError):
 
 @dataclass
 class World:
-    """rank: 0 .. size-1; local_rank: on this node; sequence: ranks that share one sample; device: where this rank computes."""
+    """rank: 0 .. size-1; local_rank: on this node; sequence: ranks that share one sample; device: where this rank computes; local_size:
+    ranks on a node."""
 
     rank: int
     local_rank: int
@@ -34,6 +35,7 @@ class World:
     sequence: int
     device: torch.device
     job: str | None = None  # SLURM's job id, the same after a requeue
+    local_size: int = 1
     _control: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @classmethod
@@ -55,7 +57,7 @@ class World:
             raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun")
         if size % sequence:
             raise ValueError(f"parallel.sequence={sequence} does not divide WORLD_SIZE={size}")
-        return cls(rank, local_rank, size, sequence, _device(device, local_rank), os.environ.get("SLURM_JOB_ID"))
+        return cls(rank, local_rank, size, sequence, _device(device, local_rank), os.environ.get("SLURM_JOB_ID"), _local_size(size))
 
     @property
     def data_ranks(self) -> int:
@@ -64,6 +66,11 @@ class World:
     @property
     def data_rank(self) -> int:
         return self.rank // self.sequence
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which piece of its samples this rank holds."""
+        return self.rank % self.sequence
 
     @property
     def leads(self) -> bool:
@@ -145,6 +152,11 @@ class World:
 def is_first_rank() -> bool:
     """Whether this process speaks for the job, before there is a World to ask."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _local_size(size: int) -> int:
+    """Ranks on a node, as torchrun or SLURM says; without either all are on one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", size)))
 
 
 def without_gpu() -> None:

@@ -139,7 +139,7 @@ def main(folder: str, backend: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
-    lines = {ranks: Line(GroupWire(group)) for ranks, group in groups.items() if rank < ranks}
+    lines = {ranks: Line(GroupWire(group), ranks) for ranks, group in groups.items() if rank < ranks}
     found = {}
     for case in cases():
         if case[-1] in lines:
