@@ -20,7 +20,7 @@ from pdn_train.shards import Shards
 class Fixed(nn.Module):
     """A model whose loss at each target is the input id there."""
 
-    def forward(self, input_ids, labels=None, cu_seqlens=None):
+    def forward(self, input_ids, labels=None, cu_seqlens=None, relay=None):
         return (input_ids * (labels != -100)).sum().float()
 
 
