@@ -1,7 +1,8 @@
-"""Time the op: `python -m kernels.bench [--peer fla] [--shape B,T,H,D]... [--recurrence NAME]... [--graph]`. Prints a table.
+"""Time the op: `python -m kernels.bench [--peer fla] [--shape B,T,H,D]... [--recurrence NAME]... [--graph] [--launches]`. Prints a table.
 
 Medians over single calls between CUDA events, host work included as in a training step; with --graph each pass is captured once and the
-replays are timed, which leaves the card's own time. bf16, gates fp32, q and k normalised in the op. With --peer fla (that is
+replays are timed, which leaves the card's own time; with --launches the kernels of one forward and backward pass are listed in order, each
+with its own time. bf16, gates fp32, q and k normalised in the op. With --peer fla (that is
 flash-linear-attention, installed by you) its op runs in the same process on the same tensors, and the ratio is printed; its first calls
 compile for minutes.
 """
@@ -90,12 +91,28 @@ def median_ms(run: Callable, graph: bool) -> float:
     return sorted(times)[REPEATS // 2]
 
 
+def launches(run: Callable) -> list[tuple[str, float]]:
+    """(kernel, median ms) of what one call launches, in order."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    size = len(events) // REPEATS
+    calls = [events[i : i + size] for i in range(0, size * REPEATS, size)]
+    return [(same[0].name, sorted(e.device_time for e in same)[REPEATS // 2] / 1e3) for same in zip(*calls, strict=True)]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer", choices=("fla",))
     parser.add_argument("--shape", action="append", metavar="B,T,H,D")
     parser.add_argument("--recurrence", action="append", choices=NAMES)
     parser.add_argument("--graph", action="store_true", help="time replays of a captured graph: the card's own time")
+    parser.add_argument("--launches", action="store_true", help="list the kernels of one forward and backward pass")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the Triton kernels are timed on a GPU")
@@ -113,6 +130,9 @@ def main(arguments: list[str] | None = None) -> None:
                 theirs = [median_ms(run, options.graph) for run in passes(peer(name), x)]
                 line += f"{theirs[0]:8.3f}{theirs[1]:8.3f}{theirs[1] / both:8.2f}"
             print(line, flush=True)
+            if options.launches:
+                for kernel, ms in launches(passes(ours, x)[1]):
+                    print(f"    {kernel[:60]:62}{ms:8.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ over longer spans, which would lose a strong decay's tiny gradient:
          + sum_{j < t} [first term of dw . w]_j                                              from row j to the next state
          + exp(G_C) <S, dS'>                                                                 from state to state
 
-Without a preconditioner w is khat, and dw is added to dkhat. With one, dw goes on to `kernels.statistic_backward`, which also does the
+With a decay a channel, exp(G) and so on stand for a factor of each channel, D1 and D2 act level by level (`_through_levels`), and the same
+sums make dg [N, H, K]. Without a preconditioner w is khat, and dw is added to dkhat. With one, dw goes on to `kernels.statistic_backward`, which also does the
 key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k (k . rk dkhat), and q likewise.
 
 One program a chunk and head, BLOCK key channels at a time: channels meet only in sums over them.
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
+from kernels.levels import crossing, decays, halves, levels, load_decay, since_start, until_end, whole_chunk
 from kernels.pairs import Pairs
 from kernels.scan_backward import load_state
 from kernels.tiles import BETA, KEY_NORM, KEY_READ, QUERY_NORM, QUERY_READ, WRITE, dot_precision, load_row, load_tile, store_tile
@@ -77,12 +79,83 @@ def through_norm(
 
 
 @triton.jit
+def _state_term(
+    x,
+    states,
+    chunk,
+    H,
+    head,
+    d,
+    token,
+    count,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[C, BLOCK] = x S^T for x [N, H, V] and one state of states [M, H, V, K], key channels d .. d + BLOCK."""
+    grad = tl.zeros((C, BLOCK), tl.float32)
+    for e in tl.static_range(0, V, BV):
+        tile = load_tile(x, token, count, H * V, head, e, V, BV, C)
+        grad = tl.dot(tile, load_state(states, chunk, H, head, d, e, K, V, BLOCK, BV), grad, input_precision=PRECISION)
+    return grad
+
+
+@triton.jit
+def _kept(h, dh, chunk, H, head, d, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK]: sum_e S dS' of each key channel d .. d + BLOCK."""
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for e in tl.static_range(0, V, BV):
+        S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32)
+        kept += tl.sum(S * load_state(dh, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32), 0)
+    return kept
+
+
+@triton.jit
+def _through_levels(
+    grad_q, grad_k, grad_w, dg, Q, Key, W, g, e1, e2, token, count, H, head,
+    BLOCK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to the four [C, BLOCK] what flows between the rows of the chunk, with a decay a channel (`kernels.levels`): per level
+
+        T_q = F (D2 (F w)) ;  T_k = F (D1 (F w)) ;  T_w = F (D1^T (F k) + D2^T (F q)) ;  dg_t += sum of [T_q q + T_k k + T_w w]_i
+
+    the last over the rows i whose factor F_i holds g_t; D1 and D2 at the pairs of the level alone.
+    """
+    for number in tl.range(0, levels(C), num_stages=1):
+        half = 1 << number
+        F = decays(g, half, C, PRECISION)
+        cross = crossing(half, C)
+        E1 = tl.where(cross, load_tile(e1, token, count, H * C, head, 0, C, C, C), 0.0)
+        E2 = tl.where(cross, load_tile(e2, token, count, H * C, head, 0, C, C, C), 0.0)
+        faded = (F * W.to(tl.float32)).to(W.dtype)
+        flow = F * tl.dot(E2, faded, input_precision=PRECISION)
+        grad_q += flow
+        summed = flow * Q.to(tl.float32)
+        flow = F * tl.dot(E1, faded, input_precision=PRECISION)
+        grad_k += flow
+        summed += flow * Key.to(tl.float32)
+        flow = tl.dot(tl.trans(E1), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
+        flow = F * tl.dot(tl.trans(E2), (F * Q.to(tl.float32)).to(W.dtype), flow, input_precision=PRECISION)
+        grad_w += flow
+        summed += flow * W.to(tl.float32)
+        dg = tl.dot(tl.where(halves(half, C, TURNED=True), 1.0, 0.0).to(DOT), summed.to(DOT), dg, input_precision=PRECISION)
+    i = tl.arange(0, C)
+    own = load_tile(e2, token, count, H * C, head, 0, C, C, C).to(tl.float32)
+    own = tl.sum(tl.where(i[:, None] == i[None, :], own, 0.0), 1)[:, None]  # a row and itself: no decay
+    return grad_q + own * W.to(tl.float32), grad_k, grad_w + own * Q.to(tl.float32), dg
+
+
+@triton.jit
 def _gradients(
-    q, k, w, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
+    q, k, w, decay, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
     dq, dk, dw, dg,  # outputs
-    chunks, H, q_stride, k_stride,
+    chunks, H, q_stride, k_stride, decay_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    SCALAR: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k.
 
@@ -93,8 +166,14 @@ def _gradients(
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = tl.arange(0, C)
-    place = (token + i).to(tl.int64) * H + head
-    rk, rq, beta = load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C), load_row(rows, BETA, at, C)
+    beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
+    if DECAY == "channel":
+        query_read, key_read, write = scale * rq, rk, beta * 0.0 + 1.0
+        if not PRECONDITION:
+            write = rk
+    else:
+        query_read, key_read = load_row(rows, QUERY_READ, at, C), load_row(rows, KEY_READ, at, C)
+        write = load_row(rows, WRITE, at, C)
     to_state, from_state, passed = beta * 0.0, beta * 0.0, 0.0
     along_q, along_k = beta * 0.0, beta * 0.0
     for d in tl.range(0, BK, BLOCK, num_stages=1):
@@ -104,54 +183,57 @@ def _gradients(
         W = Key
         if PRECONDITION:
             W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-        E1 = load_tile(e1, token, count, H * C, head, 0, C, C, C)
-        E2 = load_tile(e2, token, count, H * C, head, 0, C, C, C)
-        # the query that reads
-        grad = tl.zeros((C, BLOCK), tl.float32)
-        for e in tl.static_range(0, V, BV):
-            dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
-            grad = tl.dot(dO, load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV), grad, input_precision=PRECISION)
-        grad *= load_row(rows, QUERY_READ, at, C)[:, None]
-        if SCALAR:
-            from_state += tl.sum(grad * Q.to(tl.float32), 1)
-        grad += tl.dot(E2, W, input_precision=PRECISION)
-        if NORMALIZE:
-            along_q += tl.sum(grad * Q.to(tl.float32), 1)
-        store_tile(dq, grad, token, count, H * K, head, d, K, BLOCK, C)
-        # the key that writes: dw, or r dkhat
+        # from states and to states
+        grad_q = _state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
+        if DECAY == "scalar":
+            from_state += tl.sum(grad_q * Q.to(tl.float32), 1)
         token = _again(chunks, chunk)
-        grad = tl.zeros((C, BLOCK), tl.float32)
-        for e in tl.static_range(0, V, BV):
-            U = load_tile(u, token, count, H * V, head, e, V, BV, C)
-            dS = load_state(dh, chunk, H, head, d, e, K, V, BLOCK, BV)
-            grad = tl.dot(U, dS, grad, input_precision=PRECISION)
-            if SCALAR:
-                passed += tl.sum(load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32) * dS.to(tl.float32))
-        grad *= (beta * load_row(rows, WRITE, at, C))[:, None]
-        if SCALAR:
-            to_state += tl.sum(grad * W.to(tl.float32), 1)
-        near = tl.dot(tl.trans(E1), Key, input_precision=PRECISION)
-        grad += tl.dot(tl.trans(E2), Q, near, input_precision=PRECISION)
+        grad_k = _state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
+        if DECAY == "scalar":
+            from_state += tl.sum(grad_k * Key.to(tl.float32), 1)
+        token = _again(chunks, chunk)
+        grad_w = _state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
+        if DECAY == "scalar":
+            to_state += tl.sum(grad_w * W.to(tl.float32), 1)
+            passed += tl.sum(_kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))
+        # between rows
+        token = _again(chunks, chunk)
+        if DECAY == "channel":
+            g = load_decay(decay, token, count, decay_stride, head, d, K, BLOCK, C, GATE)
+            faded = since_start(g, C, PRECISION)
+            grad_q *= faded
+            grad_k *= faded
+            grad_w *= until_end(g, C, PRECISION)
+            later = (grad_q * Q.to(tl.float32) + grad_k * Key.to(tl.float32)).to(DOT)
+            grad_g = tl.dot(tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(DOT), later, input_precision=PRECISION)
+            earlier = (grad_w * W.to(tl.float32)).to(DOT)
+            grad_g = tl.dot(tl.where(i[:, None] > i[None, :], 1.0, 0.0).to(DOT), earlier, grad_g, input_precision=PRECISION)
+            grad_g += (whole_chunk(g) * _kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))[None, :]
+            grad_q, grad_k, grad_w, grad_g = _through_levels(
+                grad_q, grad_k, grad_w, grad_g, Q, Key, W, g, e1, e2, token, count, H, head, BLOCK, C, DOT, PRECISION
+            )
+            store_tile(dg, grad_g, token, count, H * K, head, d, K, BLOCK, C)
+        else:
+            E2 = load_tile(e2, token, count, H * C, head, 0, C, C, C)
+            grad_q += tl.dot(E2, W, input_precision=PRECISION)
+            near = tl.dot(tl.trans(E2), Q, input_precision=PRECISION)
+            E1 = load_tile(e1, token, count, H * C, head, 0, C, C, C)
+            grad_k += tl.dot(E1, W, input_precision=PRECISION)
+            grad_w += tl.dot(tl.trans(E1), Key, near, input_precision=PRECISION)
         if PRECONDITION:
-            store_tile(dw, grad, token, count, H * K, head, d, K, BLOCK, C)
-        # the key that reads
-        token = _again(chunks, chunk)
-        near = tl.zeros((C, BLOCK), tl.float32)
-        for e in tl.static_range(0, V, BV):
-            dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
-            near = tl.dot(dX, load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV), near, input_precision=PRECISION)
-        near *= (-beta * load_row(rows, KEY_READ, at, C))[:, None]
-        if SCALAR:
-            from_state += tl.sum(near * Key.to(tl.float32), 1)
-        near += tl.dot(E1, W, input_precision=PRECISION)
-        if not PRECONDITION:
-            near += grad
+            store_tile(dw, grad_w, token, count, H * K, head, d, K, BLOCK, C)
+        else:
+            grad_k += grad_w
+        if NORMALIZE:
+            along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
+        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
         if NORMALIZE and not PRECONDITION:
-            along_k += tl.sum(near * Key.to(tl.float32), 1)
-        store_tile(dk, near, token, count, H * K, head, d, K, BLOCK, C)
-    if SCALAR:
-        g = _around(from_state, to_state, C) + tl.load(whole + at) * passed
-        tl.store(dg + place, g + tl.load(between + place, mask=i < count, other=0.0), mask=i < count)
+            along_k += tl.sum(grad_k * Key.to(tl.float32), 1)
+        store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
+    if DECAY == "scalar":
+        place = (token + i).to(tl.int64) * H + head
+        grad = _around(from_state, to_state, C) + tl.load(whole + at) * passed
+        tl.store(dg + place, grad + tl.load(between + place, mask=i < count, other=0.0), mask=i < count)
     if NORMALIZE:
         tl.debug_barrier()  # the threads read each other's stores
         through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
@@ -159,20 +241,23 @@ def _gradients(
             through_norm(dk, k, rk, along_k, token, count, k_stride, H, head, K, BK, BLOCK, C)
 
 
-def backward(x: Inputs, solved: Solved, layout: Layout, h: Tensor, dh: Tensor, u: Tensor, dx: Tensor, do: Tensor, pairs: Pairs) -> Gradients:
+def backward(
+    x: Inputs, solved: Solved, layout: Layout, h: Tensor, dh: Tensor, u: Tensor, dx: Tensor, do: Tensor, pairs: Pairs
+) -> Gradients:
     """h and dh [M, H, V, K], u, dx and do [N, H, V], all contiguous."""
     (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
     preconditioned, wide = solved.w is not None, x.k.dtype == torch.float32
     made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
     dg = None if x.decay is None else x.decay.new_empty(x.decay.shape)
     dw = made[2] if preconditioned else None
-    choice = setting("gradients", x.k)
+    choice = setting("gradients_channel" if x.decay_kind == "channel" else "gradients", x.k)
     launch(
         _gradients, M * H, x.key,
-        x.q, x.k, solved.w, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, made[0], made[1], dw, dg,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0),
+        x.q, x.k, solved.w, x.decay, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, made[0], made[1], dw, dg,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride, x.scale,
         K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,
-        SCALAR=x.decay is not None, PRECONDITION=preconditioned, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        DECAY=x.decay_kind, PRECONDITION=preconditioned, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
+        DOT=tl.float32 if wide else tl.bfloat16, GATE=tl.float32 if wide else tl.float16,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Gradients(made[0], made[1], dw, dg)

@@ -40,17 +40,24 @@ def load_decay(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl
 
 
 @triton.jit
-def halves(half, C: tl.constexpr):
-    """[C, C], true at (i, t) where gate t is in row i's sum: t in i's half block, t <= i in an upper half and t > i in a lower one."""
-    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return ((i ^ t) < half) & ((t <= i) == ((i & half) != 0))
+def halves(half, C: tl.constexpr, TURNED: tl.constexpr = False):
+    """[C, C], true at (i, t) where gate t is in row i's sum: t in i's half block, t <= i in an upper half and t > i in a lower one; TURNED:
+    at (t, i)."""
+    i, t = tl.arange(0, C), tl.arange(0, C)
+    upper = (i & half) != 0
+    first = tl.where(upper, i & -half, i + 1)  # numbers of rows, so that a loop over levels keeps no [C, C] between them
+    stop = tl.where(upper, i + 1, (i & -half) + half)
+    if TURNED:
+        return (t[:, None] >= first[None, :]) & (t[:, None] < stop[None, :])
+    return (t[None, :] >= first[:, None]) & (t[None, :] < stop[:, None])
 
 
 @triton.jit
 def crossing(half, C: tl.constexpr):
     """[C, C], true at the pairs (i, j) of the level: i in the upper and j in the lower half of one block of 2 half rows."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return ((i ^ j) >= half) & ((i ^ j) < 2 * half) & ((i & half) != 0)
+    i, j = tl.arange(0, C), tl.arange(0, C)[None, :]
+    first = tl.where((i & half) != 0, i & (-2 * half), C)
+    return (j >= first[:, None]) & (j < (first + half)[:, None])
 
 
 @triton.jit

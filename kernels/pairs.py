@@ -94,13 +94,13 @@ def _pairs(
 def backward(x: Inputs, solved: Solved, layout: Layout, u: Tensor, dx: Tensor, do: Tensor) -> Pairs:
     """u, dx and do [N, H, V] contiguous."""
     (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
-    scalar = x.decay is not None and x.decay.dim() == 2
+    scalar = x.decay_kind == "scalar"
     e1, e2 = x.k.new_empty(2, N, H, layout.chunk)
     dv, dbeta = x.v.new_empty(N, H, V), x.beta.new_empty(N, H)
     between = torch.empty(N, H, dtype=torch.float32, device=x.k.device) if scalar else None
     choice, wide = setting("pairs", x.k), x.k.dtype == torch.float32
     launch(
-        _pairs, M * H, (x.key, scalar),
+        _pairs, M * H, x.key,
         x.k, solved.w, solved.qw, solved.rows, u, dx, do, e1, e2, dv, dbeta, between,
         layout.chunks, H, x.k.stride(0), x.scale,
         K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,

@@ -52,7 +52,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(4, ANY, ANY, Setting(16, 8, 1)),
     ),
     "pairs": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "gradients": (Row(2, ANY, ANY, Setting(32, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "gradients": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "gradients_channel": (Row(2, ANY, ANY, Setting(32, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "statistic_backward": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 8, 1))),
 }
 
