@@ -97,6 +97,8 @@ class DataConfig(Section):
     seq_len: Positive = 2048
     seed: Count = 42
     reset_at_documents: bool = False
+    mqar_pairs: Count = 0  # > 0: no shards; the synthetic task of `pdn_train.mqar` with so many pairs
+    mqar_examples: Positive = 100_000  # of it, an epoch
 
 
 class OptimConfig(Section):
@@ -150,7 +152,8 @@ class CheckpointConfig(Section):
 
 class EvalConfig(Section):
     every: Count = 0  # steps between validations; 0: none
-    samples: Positive = 256  # validation samples, the same ones each time
+    samples: Positive = 256  # validation samples, the same ones each time; also of each task
+    tasks: list[Literal["mqar", "niah", "niah_1", "niah_2", "niah_3"]] = []  # of `pdn_train.evaluate`, run at each validation
 
 
 class LogConfig(Section):
@@ -183,15 +186,15 @@ class LaunchConfig(Section):
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def warning(self) -> int:
+        """Seconds from the warning to the time limit: warning_seconds, at most half of the limit."""
+        return min(self.warning_seconds, 30 * self.minutes)
+
     @model_validator(mode="after")
     def _consistent(self) -> LaunchConfig:
         if self.cluster != "slurm" and self.nodes > 1:
             raise ValueError(f"launch.nodes={self.nodes} with launch.cluster={self.cluster}: this machine is one node; use cluster=slurm")
-        if self.warning_seconds >= 60 * self.minutes:
-            raise ValueError(
-                f"launch.warning_seconds={self.warning_seconds} is not below the time limit, launch.minutes={self.minutes} "
-                f"= {60 * self.minutes} s"
-            )
         return self
 
 
@@ -223,9 +226,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.data.path is None:
+        if self.data.path is None and not self.data.mqar_pairs:
             raise ValueError("data.path is missing: name a folder made by `python -m data_prep.prepare`, or {folder: weight, ...}")
-        if self.eval.every and not self.data.val_path:
+        if self.eval.tasks and not self.eval.every:
+            raise ValueError(f"eval.tasks={self.eval.tasks} run at validations: set eval.every to the steps between them")
+        if self.parallel.zero == 3 and any(task.startswith("niah") for task in self.eval.tasks):
+            raise ValueError("eval.tasks with niah generates text, which weights sharded by parallel.zero=3 cannot; use parallel.zero=2")
+        if self.data.mqar_pairs and (self.data.path is not None or self.data.reset_at_documents):
+            raise ValueError(
+                f"data.mqar_pairs={self.data.mqar_pairs} makes its own samples, without documents: leave data.path and "
+                "data.reset_at_documents out"
+            )
+        if self.eval.every and not self.data.val_path and not self.data.mqar_pairs:
             raise ValueError(f"eval.every={self.eval.every} needs data.val_path, a folder of validation shards")
         if self.parallel.zero == 0 and self.train.precision == "bf16":
             raise ValueError(

@@ -4,6 +4,8 @@
     tokenizer.model                                   tb/               TensorBoard's event files
     metrics.jsonl, validation.jsonl                   logs/             one text file a rank
     checkpoints/  see pdn_train.checkpoint            lease.json        the job that owns the folder now
+    heartbeats/   each rank's last word               submissions/      what each `launch.submit` handed over, and the job's own logs
+    endings.jsonl how each start of a submitted job ended
 
 The lease is a file with job, host, process and a heartbeat, renewed every HEARTBEAT_SECONDS. Where the owner's process can be looked up
 (same boot, same process namespace) that decides: alive, it keeps the folder; gone, the folder is free. Elsewhere a requeue of the same
@@ -78,6 +80,18 @@ class RunDir:
     def lease(self) -> Path:
         return self.path / "lease.json"
 
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def submissions(self) -> Path:
+        return self.path / "submissions"
+
+    @property
+    def endings(self) -> Path:
+        return self.path / "endings.jsonl"
+
     def create(self) -> None:
         """Make the folders and prove that they can be written. Raises RunDirError naming the folder."""
         try:
@@ -100,22 +114,24 @@ class RunDir:
 
 
 def snapshot_code(root: Path, target: Path) -> None:
-    """Copy the files that git tracks below `root`, as they are now; outside a checkout, the packages' Python files."""
-    listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False) if shutil.which("git") else None
-    if listed is not None and listed.returncode == 0 and listed.stdout:
-        names = [name for name in listed.stdout.decode().split("\0") if name]
-    else:
-        names = [
-            str(p.relative_to(root)) for package in ("pdn_train", "kernels", "launch", "data_prep") for p in (root / package).rglob("*.py")
-        ]
-        log.info("no git checkout at %s: code/ holds the packages' Python files", root)
+    """Copy the files that git tracks below `root`, as they are now; of a snapshot, all; outside both, the packages' Python files."""
     aside = target.with_name(f".code-{uuid.uuid4().hex}")
-    for name in names:
+    for name in _names(root):
         if (root / name).is_file():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, aside / name)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
+
+
+def _names(root: Path) -> list[str]:
+    if (root.parent / "submission.json").exists():  # a snapshot that `launch.submit` took, which now runs
+        return [str(p.relative_to(root)) for p in root.rglob("*") if "__pycache__" not in p.parts]
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False) if shutil.which("git") else None
+    if listed is not None and listed.returncode == 0 and listed.stdout:
+        return [name for name in listed.stdout.decode().split("\0") if name]
+    log.info("no git checkout at %s: code/ holds the packages' Python files", root)
+    return [str(p.relative_to(root)) for package in ("pdn_train", "kernels", "launch", "data_prep") for p in (root / package).rglob("*.py")]
 
 
 class Lease:
@@ -127,9 +143,9 @@ class Lease:
         self._me = {
             "job": job,
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": machine(),
             "pid": os.getpid(),
-            "started": _process_start(os.getpid()),
+            "started": process_start(os.getpid()),
             "token": uuid.uuid4().hex,
         }
         self._ended = threading.Event()
@@ -163,7 +179,7 @@ class Lease:
 
     def _may_replace(self, owner: dict) -> bool:
         if owner.get("machine") == self._me["machine"]:
-            return _process_start(owner["pid"]) != owner["started"]
+            return process_start(owner["pid"]) != owner["started"]
         if owner.get("job") is not None and owner["job"] == self._me["job"]:
             return True
         return time.time() - owner.get("time", 0) > STALE_SECONDS
@@ -218,7 +234,7 @@ def _read_lease(file: Path) -> dict | None:
         return {}  # unreadable: no heartbeat, so stale
 
 
-def _machine() -> str:
+def machine() -> str:
     """Names what a process number is valid in: this boot of this kernel, this namespace of processes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + ":" + os.readlink("/proc/self/ns/pid")
@@ -226,7 +242,7 @@ def _machine() -> str:
         return uuid.uuid4().hex  # no /proc: no process can be looked up, so no two are on one machine
 
 
-def _process_start(pid: int) -> str | None:
+def process_start(pid: int) -> str | None:
     """When the kernel started this process, which tells it from a later one with the same number; None where it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -6,8 +6,12 @@ workers (torchrun itself dies of SIGUSR2), SIGINT is Ctrl-C. A Ctrl-C some secon
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import sys
 import time
+from typing import NoReturn
 
 REQUEUE = 75  # exit code: a complete checkpoint was written, start me again (EX_TEMPFAIL)
 INSIST_SECONDS = 2  # torchrun passes a Ctrl-C on that the terminal has sent to the workers already: one key press, two signals
@@ -26,3 +30,11 @@ class StopRequest:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > INSIST_SECONDS:
             raise KeyboardInterrupt
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. After an error the process groups are still open, and Python's own exit would abort on their threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

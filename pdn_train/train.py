@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -26,36 +26,42 @@ from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, 
 from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Batch, Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
-from pdn_train.evaluate import evaluate_loss
+from pdn_train.heartbeat import begin_attempt
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
+from pdn_train.mqar import MqarError, open_examples
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Profiler
 from pdn_train.rundir import Lease, RunDir, RunDirError
 from pdn_train.shards import ShardError
-from pdn_train.signals import REQUEUE, StopRequest
+from pdn_train.signals import REQUEUE, StopRequest, leave
+from pdn_train.tasks import EvaluationError, Options, Subject, evaluate_loss, run_tasks
+from pdn_train.tokenizer import Tokenizer
+from pdn_train.watchdog import Watchdog
 from pdn_train.weights import WeightsError, find, load_into, load_weights
-from pdn_train.world import Disagreement, World, is_first_rank
+from pdn_train.world import Disagreement, World, WorldError, own_rank
 
 log = logging.getLogger("pdn_train")
 
 
-def run(config: Config, world: World, stop: StopRequest) -> int:
+def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, samples: Samples, validation: Samples | None) -> int:
     """Train to config.train.steps or to a stop request; returns the exit code. Collective."""
     accumulation = config.accumulation(world.size)
     run_dir = RunDir(Path(config.run_dir))
-    samples, validation = open_data(config, world)
     with take(run_dir, world) as lease:
         checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint, world)
+        watchdog.beat("checking the checkpoints")
         saved = checkpoints.newest()
         if saved is not None:
             world.together(lambda: require_same_run(saved, config, samples.fingerprint))
+        watchdog.beat("building the model")
         model = build_model(config)
         warm = warm_start(config, world, model, samples) if saved is None and config.init_from is not None else None
         parameters = sum(p.numel() for p in model.parameters())
         checkpoints.require_space(parameters)
         engine = Engine(model, config, world)
         if saved is not None:
+            watchdog.beat("loading the checkpoint", saved.progress.step)
             checkpoints.restore(saved, engine, config)
         elif config.init_from is not None:
             engine.set_masters(warm)
@@ -73,13 +79,16 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
             settled = journal.flush()
             if settled.skipped_in_row and not in_streak:
                 return  # weights are those of an earlier step, and in a long streak its checkpoint must not be pruned away
+            watchdog.beat("saving a checkpoint", settled.step)
             with journal.paused():
                 checkpoints.save(engine, settled, config, samples.fingerprint)
 
         with closing(loader.steps(progress.position)) as steps:
             while progress.step < config.train.steps:
+                watchdog.beat("reading samples", progress.step)
                 batches, position, fault = take_batches(steps)
                 # One small exchange between the hosts a step: its targets, and whether any rank was told to stop or cannot read its samples
+                watchdog.beat("meeting the other ranks")
                 flags = [stop.name is not None, lease.lost is not None, fault is not None]
                 targets, stopping, lost, unread = world.sum([sum(b.targets for b in batches), *flags])
                 if unread:
@@ -88,6 +97,7 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                     raise RunDirError(lease.lost or "rank 0 lost the lease of the run folder to another job")
                 if stopping:
                     break
+                watchdog.beat("computing")
                 rate = learning_rate(progress.step, config.optim, config.train.steps)
                 with profiler.step(progress.step):
                     outcome = engine.step(batches, rate, targets)
@@ -95,8 +105,9 @@ def run(config: Config, world: World, stop: StopRequest) -> int:
                 journal.add(progress, engine.rate, outcome)
                 if config.eval.every and progress.step % config.eval.every == 0:
                     settled = journal.flush()
+                    watchdog.beat("validating")
                     with journal.paused():
-                        journal.validation(settled, *validate(engine, validation, config, world))
+                        journal.validation(settled, *validate(engine, validation, config, world), evaluate(engine, samples, config, world))
                 if progress.step % config.checkpoint.every == 0:
                     save()
         profiler.close()
@@ -115,6 +126,8 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
 
     def act() -> tuple[Samples, Samples | None]:
         data = config.data
+        if data.mqar_pairs:
+            return open_examples(config)
         samples = open_samples(data.path, data.seq_len, data.seed, config.model.vocab_size)
         check_tokenizer_file(samples)
         if not config.eval.every:
@@ -200,6 +213,16 @@ def validate(engine: Engine, samples: Samples, config: Config, world: World) -> 
     return total[0] / max(1.0, total[1]), int(total[1])
 
 
+def evaluate(engine: Engine, samples: Samples, config: Config, world: World) -> dict:
+    """The results of eval.tasks. Every rank computes all of them: where weights are sharded they run on all ranks together."""
+    if not config.eval.tasks:
+        return {}
+    tokenizer = None if samples.tokenizer is None else Tokenizer.load(samples.tokenizer)
+    subject = Subject(engine.model, tokenizer, config.data.model_dump(), config.run_dir)
+    options = Options(samples=config.eval.samples, micro_batch=config.train.micro_batch, device=world.device)
+    return run_tasks(subject, config.eval.tasks, options)
+
+
 def announce(config: Config, world: World, parameters: int, saved: Saved | None) -> None:
     if world.leads:
         shared = f", {world.sequence} ranks a sequence" if world.sequence > 1 else ""
@@ -235,10 +258,56 @@ def dry_run(config: Config, world_size: int) -> str:
 
 
 # What a user can mend: said in one line, without a traceback
-EXPECTED = (CheckpointError, ConfigError, Disagreement, NonfiniteError, RunDirError, ShardError, WeightsError)
+EXPECTED = (
+    CheckpointError,
+    ConfigError,
+    Disagreement,
+    EvaluationError,
+    MqarError,
+    NonfiniteError,
+    RunDirError,
+    ShardError,
+    WeightsError,
+    WorldError,
+)
 
 
 DRY_RUN = "print parameters, FLOPs, memory, tokens and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
+
+
+def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -> int:
+    """Join the world and train; returns the exit code, 0 or REQUEUE. Raises what ended the run: one of EXPECTED, or a fault of the program.
+
+    watchdog: of a launcher that has started one already; otherwise each rank starts its own once the ranks have met.
+    """
+    try:
+        require_built(config)
+        world = World.detect(config.parallel.sequence, config.train.device)
+        config.accumulation(world.size)
+        if config.model.kernel == "triton" and world.device.type != "cuda":
+            raise ConfigError(f"model.kernel=triton needs a GPU, and this rank computes on {world.device}; use model.kernel=torch")
+        world.start(config.launch.hang_seconds)
+        data = open_data(config, world)
+        if watchdog is None:
+            watchdog = watch(config, world)
+        code = run(config, world, stop, watchdog, *data)
+        world.barrier()  # a rank that leaves while another still talks to it takes that one down
+    except BaseException as error:
+        if watchdog is not None:
+            watchdog.end("failed", error, final=isinstance(error, EXPECTED) and not isinstance(error, Disagreement))
+        raise
+    watchdog.end("done" if code == 0 else "stopped")
+    world.stop()
+    return code
+
+
+def watch(config: Config, world: World) -> Watchdog:
+    """A watchdog for each rank of a run that `launch` did not start."""
+    run_dir = RunDir(Path(config.run_dir))
+    world.from_leader(run_dir.create)
+    name = world.from_leader(lambda: f"{time.time():.3f}-{os.getpid()}")
+    folder = world.each(lambda: begin_attempt(run_dir.heartbeats, name))
+    return Watchdog(folder, world.rank, world.size, config.launch.hang_seconds).start()
 
 
 @record
@@ -251,36 +320,21 @@ def main(argv: list[str] | None = None) -> int:
     log_to(None)
     try:
         config = load(arguments.config, arguments.overrides)
-        require_built(config)
         if arguments.dry_run:
+            require_built(config)
             print(dry_run(config, config.launch.ranks))
             return 0
-        stop = StopRequest()
-        world = World.detect(config.parallel.sequence, config.train.device)
-        config.accumulation(world.size)
-        if config.model.kernel == "triton" and world.device.type != "cuda":
-            raise ConfigError(f"model.kernel=triton needs a GPU, and this rank computes on {world.device}; use model.kernel=torch")
-    except ValueError as error:
-        if is_first_rank():
+        return start(config, StopRequest())
+    except ConfigError as error:
+        if own_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    world.start(config.launch.hang_seconds)
-    try:
-        code = run(config, world, stop)
+    except WorldError as error:
+        print(f"error: rank {own_rank()}: {error}", file=sys.stderr)
+        return 2
     except EXPECTED as error:
-        log.error("rank %d: %s: %s", world.rank, type(error).__name__, error)
+        log.error("rank %d: %s: %s", own_rank(), type(error).__name__, error)
         return 1
-    world.barrier()  # a rank that leaves while another still talks to it takes that one down
-    world.stop()
-    return code
-
-
-def leave(code: int) -> NoReturn:
-    """End the process. After an error the process groups are still open, and Python's own exit would abort on their threads."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

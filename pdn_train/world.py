@@ -20,6 +20,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+class WorldError(ValueError):
+    """This process cannot be a rank: the launcher's variables or the devices do not fit; the message names them."""
+
+
 class Disagreement(RuntimeError):
     """Another rank could not go on; the message carries what it said."""
 
@@ -42,21 +46,21 @@ class World:
     def detect(cls, sequence: int = 1, device: Literal["auto", "cpu", "cuda"] = "auto") -> World:
         """Read the launcher's variables (torchrun's, or those the SLURM job exports).
 
-        Raises ValueError where they contradict each other, and where `device` is cuda and there is none.
+        Raises WorldError where they contradict each other, and where `device` is cuda and there is none.
         """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
         if tasks > 1 and "RANK" not in os.environ:
-            raise ValueError(
+            raise WorldError(
                 f"srun started {tasks} tasks here, but RANK is not set: each would be a run of its own; set RANK and WORLD_SIZE"
             )
         if size > 1 and "MASTER_ADDR" not in os.environ:
-            raise ValueError(f"WORLD_SIZE={size} but MASTER_ADDR is not set: the ranks cannot find each other; start the run with torchrun")
+            raise WorldError(f"WORLD_SIZE={size} but MASTER_ADDR is not set: the ranks cannot find each other; start the run with torchrun")
         if not 0 <= rank < size:
-            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun")
+            raise WorldError(f"RANK={rank} is not below WORLD_SIZE={size}; start the run with torchrun")
         if size % sequence:
-            raise ValueError(f"parallel.sequence={sequence} does not divide WORLD_SIZE={size}")
+            raise WorldError(f"parallel.sequence={sequence} does not divide WORLD_SIZE={size}")
         return cls(rank, local_rank, size, sequence, _device(device, local_rank), os.environ.get("SLURM_JOB_ID"), _local_size(size))
 
     @property
@@ -149,9 +153,9 @@ class World:
         return [value for value, _ in said]
 
 
-def is_first_rank() -> bool:
-    """Whether this process speaks for the job, before there is a World to ask."""
-    return os.environ.get("RANK", "0") == "0"
+def own_rank() -> int:
+    """This process's rank, before there is a World to ask."""
+    return int(os.environ.get("RANK", 0))
 
 
 def _local_size(size: int) -> int:
@@ -168,11 +172,11 @@ def without_gpu() -> None:
 def _device(wanted: str, local_rank: int) -> torch.device:
     there = torch.cuda.is_available()
     if wanted == "cuda" and not there:
-        raise ValueError("train.device=cuda: torch sees no GPU here; use train.device=cpu, or install a CUDA build of torch")
+        raise WorldError("train.device=cuda: torch sees no GPU here; use train.device=cpu, or install a CUDA build of torch")
     if wanted == "cpu" or not there:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise WorldError(
             f"LOCAL_RANK={local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; start at most that many ranks on a node"
         )
     return torch.device("cuda", local_rank)

@@ -1,0 +1,80 @@
+"""A job on this machine: submitit's local executor, followed to its end, started again by the same rules as under SLURM.
+
+SIGTERM and Ctrl-C reach the ranks, which write one checkpoint; the launcher then returns 75 and does not start again.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import submitit
+
+from launch.job import Job
+from launch.requeue import GO_ON, settle
+from launch.snapshot import Submission
+from pdn_train.heartbeat import attempt_name
+from pdn_train.signals import StopRequest
+
+POLL_SECONDS = 0.2
+
+
+def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
+    """Start the job until it is done, stopped from outside or given up; returns 0, 75 or 1."""
+    stop = StopRequest()
+    restart = 0
+    while True:
+        job = start(executor(), submission)
+        print(f"job {job.job_id}   run_dir {submission.run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
+        follow(job, stop)
+        attempt = submission.run_dir.heartbeats / attempt_name(job.job_id, "0")
+        again, ending = settle(submission, attempt, submission.folder.name, restart, exit_code(job))
+        if not again or stop.name is not None:
+            return {"done": 0, "stopped": GO_ON}.get(ending.how, 1)
+        restart += 1
+
+
+def start(executor: submitit.LocalExecutor, submission: Submission) -> submitit.LocalJob:
+    """submitit's controller does not survive a Ctrl-C, which a terminal sends to it too; what is ignored here is ignored there."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return executor.submit(Job(str(submission.folder)))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def follow(job: submitit.LocalJob, stop: StopRequest) -> None:
+    """Show rank 0's output until all ranks have ended; pass a signal on, once."""
+    shown, told = 0, False
+    while True:
+        ended = job.done()
+        shown += show(job.paths.stdout, shown)
+        if ended:
+            return
+        if stop.name is not None and not told:
+            told = True
+            job._process.send_signal(signal.SIGTERM)  # submitit's controller passes it on to the tasks
+        time.sleep(POLL_SECONDS)
+
+
+def show(file: Path, position: int) -> int:
+    """Copy what was added to a log since `position`; returns how many bytes."""
+    if not file.exists():
+        return 0
+    with file.open("rb") as handle:
+        handle.seek(position)
+        added = handle.read()
+    sys.stdout.write(added.decode(errors="replace"))
+    sys.stdout.flush()
+    return len(added)
+
+
+def exit_code(job: submitit.LocalJob) -> int:
+    """0 where every task left submitit's result and none an error, else 1: the tasks' own codes stay with submitit's controller."""
+    results = [job.task(rank).paths.result_pickle for rank in range(job.num_tasks)]
+    if not all(file.exists() for file in results):
+        return 1
+    return 0 if job.exception() is None else 1

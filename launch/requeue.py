@@ -1,0 +1,119 @@
+"""After the ranks of a job have ended: what happened, and whether the job starts again.
+
+    python -m launch.requeue SUBMISSION EXIT_CODE JOB RESTARTS      called by the batch script; its exit code is 75 to go on, else the job's
+
+The ranks' last words decide (pdn_train.heartbeat), the exit code only where they left none. A job goes on after a stop with a checkpoint,
+and after a crash, which may be the machine's fault; not after an error that somebody must mend, not after a crash at the step of the crash
+before, not past `launch.max_requeues`. Each ending is a line of run_dir/endings.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from launch.snapshot import Submission
+from pdn_train.config import LaunchConfig
+from pdn_train.heartbeat import Word, attempt_name, missing, obituary, read_first, read_words
+from pdn_train.rundir import RunDir
+
+GO_ON = 75
+BY_SIGNAL = {128 + 12, 128 + 15}  # SIGUSR2 or SIGTERM met a rank before it could listen
+How = Literal["done", "stopped", "crashed", "refused"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of a job ended. refused: by an error that starting again would meet again."""
+
+    job: str
+    restart: int  # 0: its first start
+    code: int
+    how: How
+    step: int  # finished steps; -1: none known
+    error: str | None
+    time: float
+
+
+def ending(folder: Path, job: str, restart: int, code: int) -> Ending:
+    """From the words in an attempt's folder, which need not exist, and the highest exit code of the ranks."""
+    words, first = read_words(folder), read_first(folder)
+    step = max((word.step for word in words), default=-1)
+    return Ending(job, restart, code, _how(words, first, code), step, first.error if first is not None else _silence(words), time.time())
+
+
+def _how(words: list[Word], first: Word | None, code: int) -> How:
+    states = {word.state for word in words}
+    if any(word.final for word in words):
+        return "refused"
+    if first is not None or "failed" in states:
+        return "crashed"
+    if code == 0 or states == {"done"}:
+        return "done"
+    if states == {"stopped"} or code in (GO_ON, *BY_SIGNAL):
+        return "stopped"
+    return "crashed"
+
+
+def _silence(words: list[Word]) -> str | None:
+    return f"{missing(words)[0].place} ended without a word" if missing(words) else None
+
+
+def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[bool, str]:
+    """(whether to start again, why). before: the earlier endings of the same job, oldest first."""
+    if now.how == "done":
+        return False, "done"
+    if now.how == "refused":
+        return False, "somebody has to mend this; starting again would meet it again"
+    if not launch.requeue:
+        return False, "launch.requeue=false"
+    if now.restart >= launch.max_requeues:
+        return False, f"launch.max_requeues={launch.max_requeues} are used up"
+    if now.how == "stopped":
+        return True, "stopped with a checkpoint"
+    if before and before[-1].how == "crashed" and before[-1].step == now.step:
+        where = f"at step {now.step}" if now.step >= 0 else "before the first step"
+        return False, f"it crashed twice {where}"
+    return True, "a crash, and not where the last one was: one more start"
+
+
+def settle(submission: Submission, folder: Path, job: str, restart: int, code: int) -> tuple[bool, Ending]:
+    """Decide, write the ending down, print the first fault and every rank's last step."""
+    run_dir, now = submission.run_dir, ending(folder, job, restart, code)
+    again, why = decide([e for e in read_endings(run_dir) if e.job == job], now, submission.config.launch)
+    try:
+        with run_dir.endings.open("a") as file:
+            file.write(json.dumps({**asdict(now), "again": again, "why": why}) + "\n")
+    except OSError as error:  # a run folder that is gone or full: nothing could go on there
+        again, why = False, f"{run_dir.endings} cannot be written ({error.strerror})"
+    if now.how in ("crashed", "refused"):
+        print(
+            obituary(folder) or f"the ranks ended with {code} before they said a word; see the logs in {submission.folder}", file=sys.stderr
+        )
+    step = f" at step {now.step}" if now.step >= 0 else ""
+    print(f"{now.how}{step}; {'starting again' if again else 'not started again'}: {why}", file=sys.stderr)
+    return again, now
+
+
+def read_endings(run_dir: RunDir) -> list[Ending]:
+    if not run_dir.endings.exists():
+        return []
+    entries = [json.loads(line) for line in run_dir.endings.read_text().splitlines()]
+    return [Ending(**{key: entry[key] for key in Ending.__dataclass_fields__}) for entry in entries]
+
+
+def main(folder: str, code: str, job: str, restart: str) -> int:
+    submission = Submission(Path(folder))
+    attempt = submission.run_dir.heartbeats / attempt_name(job, restart)
+    again, now = settle(submission, attempt, job, int(restart), int(code))
+    if again:
+        return GO_ON
+    return 0 if now.how == "done" else int(code) or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""What one `launch.submit` hands over, in a folder of its own: whatever changes while the job waits or is requeued, it runs this.
+
+run_dir/submissions/0001/config.yaml      the resolved configuration        submission.json   command, time, commit
+run_dir/submissions/0001/code/            the files git tracks              everything else   submitit's: script, pickle, results, logs
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdn_train.config import Config, dump, load
+from pdn_train.files import write_whole
+from pdn_train.rundir import RunDir, snapshot_code
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Submission:
+    folder: Path  # absolute
+
+    @classmethod
+    def create(cls, config: Config, command: list[str]) -> Submission:
+        """Take the next free number below run_dir and fill its folder. Raises RunDirError where run_dir cannot be written."""
+        run_dir = RunDir(Path(config.run_dir).absolute())
+        run_dir.create()
+        run_dir.submissions.mkdir(exist_ok=True)
+        folder = _next_folder(run_dir.submissions)
+        submission = cls(folder)
+        facts = {"command": command, "time": time.time(), "host": socket.gethostname(), **_commit(ROOT)}
+        write_whole(folder / "submission.json", json.dumps(facts, indent=1).encode())
+        write_whole(submission.config_file, dump(config).encode())
+        snapshot_code(ROOT, submission.code)
+        if not run_dir.config.exists():  # so that a run that waits for its turn can be looked at; the job writes both again when it starts
+            write_whole(run_dir.config, dump(config).encode())
+            snapshot_code(ROOT, run_dir.code)
+        return submission
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.folder / "code"
+
+    @property
+    def config(self) -> Config:
+        return load(self.config_file)
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.folder.parent.parent)
+
+    @property
+    def job(self) -> str | None:
+        """SLURM's or submitit's job id, once it has one."""
+        found = list(self.folder.glob("*_submitted.pkl"))
+        return found[0].name.removesuffix("_submitted.pkl") if found else None
+
+
+def submissions(run_dir: RunDir) -> list[Submission]:
+    """In the order in which they were made."""
+    return [Submission(folder) for folder in sorted(run_dir.submissions.glob("[0-9]*"))]
+
+
+def _next_folder(root: Path) -> Path:
+    number = max((int(p.name) for p in root.glob("[0-9]*")), default=0)
+    while True:
+        number += 1
+        try:
+            (root / f"{number:04d}").mkdir()
+            return root / f"{number:04d}"
+        except FileExistsError:
+            continue  # another submission took it just now
+
+
+def _commit(root: Path) -> dict:
+    """The commit that is checked out and whether files differ from it; empty outside a checkout."""
+    try:
+        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": head.stdout.strip(), "changed": bool(changes.stdout.strip())}

@@ -1,0 +1,228 @@
+"""Put runs on machines: `python -m launch.submit yaml/X.yaml... [section.key=value ...] [--dry-run]`.
+
+Each YAML becomes a job of its own (several: a sweep), on the cluster that `launch.cluster` names: slurm (one srun task a GPU, returns at
+once), local (one subprocess a GPU on this machine, waits for the end) or debug (one rank in this process; a debugger opens where it fails).
+All three run the same `launch.job.Job` from a snapshot of the code. Needs submitit and the configuration's packages, neither torch nor a
+GPU.
+
+Exits with 0 once jobs are submitted (slurm) or done (local, debug), 75 for a run that was stopped and can go on, 1 for one that failed, 2
+for a configuration that cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import submitit
+
+from launch import local
+from launch.job import Job, visible_gpus
+from launch.requeue import GO_ON
+from launch.snapshot import Submission
+from pdn_train.config import Config, ConfigError, LaunchConfig, load
+from pdn_train.rundir import RunDir, RunDirError
+
+# Set by keys of the launch section, or by submitit itself
+OWN_FLAGS = {"nodes", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "constraint", "job-name", "requeue", "no-requeue"}
+OWN_FLAGS |= {"output", "error", "open-mode", "signal", "array"}
+GPU_FLAGS = {"gres", "gpus", "gpus-per-node", "gpus-per-task"}  # any of them replaces the one made from launch.gpus_per_node
+FLAG = re.compile(r"(?:#SBATCH\s+)?--([a-z][a-z-]*)(?:=(.*))?")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch.submit", description="Submit runs, one job a YAML file.")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG | section.key=value", help="YAML files, and settings that replace theirs")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted; write and start nothing")
+    arguments = parser.parse_intermixed_args(argv)
+    files = [item for item in arguments.configs if "=" not in item]
+    settings = [item for item in arguments.configs if "=" in item]
+    try:
+        configs = [read(file, settings) for file in files]
+        require_folders_of_their_own(configs)
+        if arguments.dry_run:
+            print("\n".join(dry_run(config) for config in configs))
+            return 0
+        return max(submit(config, sys.argv if argv is None else argv) for config in configs)
+    except (ConfigError, RunDirError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def read(file: str, settings: list[str]) -> Config:
+    """The resolved configuration, with the checks that need no torch. Raises ConfigError."""
+    config = load(file, settings)
+    if config.launch.cluster != "debug":
+        config.accumulation(config.launch.ranks)
+    sbatch_flags(config.launch)
+    return config
+
+
+def require_folders_of_their_own(configs: list[Config]) -> None:
+    folders = [str(Path(config.run_dir).absolute()) for config in configs]
+    if not folders:
+        raise ConfigError("no configuration: name at least one file such as yaml/pgdn_340m.yaml")
+    double = next((folder for folder in folders if folders.count(folder) > 1), None)
+    if double is not None:
+        raise ConfigError(f"run_dir={double} stands in two of the files: each run of a sweep needs a folder of its own")
+
+
+def submit(config: Config, command: list[str]) -> int:
+    if config.launch.cluster == "slurm":
+        require_slurm()
+    submission = Submission.create(config, command)
+    if config.launch.cluster == "local":
+        return local.run(submission, lambda: local_executor(config, submission))
+    if config.launch.cluster == "debug":
+        return debug(submission)
+    job = slurm_executor(config, submission).submit(Job(str(submission.folder)))
+    print(f"job {job.job_id}   run_dir {config.run_dir}")
+    print(f"    python -m launch.status {config.run_dir}")
+    print(f"    tail -F {job.paths.stdout}")
+    print(f"    scancel {job.job_id}        stops it with a checkpoint, if one can be written within SLURM's KillWait")
+    return 0
+
+
+def debug(submission: Submission) -> int:
+    """One rank in this process."""
+    try:
+        submitit.DebugExecutor(submission.folder).submit(Job(str(submission.folder))).results()
+    except SystemExit as stopped:
+        return int(stopped.code)
+    return 0
+
+
+def local_executor(config: Config, submission: Submission) -> submitit.LocalExecutor:
+    launch = config.launch
+    lines = ["set -e", *environment(submission), *launch.setup, f'exec {interpreter(launch)} "$0" "$@"']
+    executor = submitit.LocalExecutor(submission.folder, python=shlex.join(["bash", "-c", "\n".join(lines)]))
+    gpus = 0 if config.train.device == "cpu" else launch.gpus_per_node
+    visible = visible_gpus()
+    executor.update_parameters(
+        timeout_min=launch.minutes,
+        signal_delay_s=launch.warning,
+        nodes=1,
+        tasks_per_node=launch.ranks_per_node,
+        gpus_per_node=gpus,
+        visible_gpus=visible if len(visible) >= gpus else (),
+    )
+    return executor
+
+
+def slurm_executor(config: Config, submission: Submission) -> SlurmScript:
+    launch, flags = config.launch, sbatch_flags(config.launch)
+    executor = SlurmScript(submission.folder, python=interpreter(launch))
+    flags["requeue" if launch.requeue else "no-requeue"] = True
+    if config.train.device != "cpu" and launch.gpus_per_node and not GPU_FLAGS & flags.keys():
+        flags["gpus-per-node"] = launch.gpus_per_node
+    if launch.partition is not None:
+        flags["partition"] = launch.partition
+    if launch.account is not None:
+        flags["account"] = launch.account
+    if launch.constraint is not None:
+        flags["constraint"] = launch.constraint
+    executor.update_parameters(
+        job_name=Path(config.run_dir).name,
+        time=launch.minutes,
+        signal_delay_s=launch.warning,
+        nodes=launch.nodes,
+        ntasks_per_node=launch.ranks_per_node,
+        cpus_per_task=launch.cpus_per_task,
+        setup=before_the_ranks(launch, submission),
+        # srun takes cpus-per-task from its own flags only, since SLURM 22.05; one rank that fails ends the others
+        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1", *launch.srun_extra],
+        teardown=after_the_ranks(launch, submission),
+        additional_parameters=flags,
+    )
+    return executor
+
+
+class SlurmScript(submitit.SlurmExecutor):
+    """submitit's executor, which can also show its sbatch script on a machine without SLURM."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # `require_slurm` has looked, where it matters
+
+    @property
+    def script(self) -> str:
+        return self._make_submission_file_text(self._submitit_command_str, "")
+
+
+def require_slurm() -> None:
+    if submitit.SlurmExecutor.affinity() < 0:
+        raise ConfigError("launch.cluster=slurm: there is no srun on this machine; submit from a login node, or use launch.cluster=local")
+
+
+def before_the_ranks(launch: LaunchConfig, submission: Submission) -> list[str]:
+    """Lines of the batch script, on the first node."""
+    restarts = (
+        f'echo "not started: SLURM has restarted this job ${{SLURM_RESTART_COUNT}} times (launch.max_requeues={launch.max_requeues})" >&2'
+    )
+    return [
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {launch.max_requeues} ]; then {restarts}; exit 1; fi',
+        "set -e",
+        *environment(submission),
+        *launch.setup,
+        "set +e",
+    ]
+
+
+def after_the_ranks(launch: LaunchConfig, submission: Submission) -> list[str]:
+    """Lines of the batch script: how the ranks ended decides whether the job goes back to the queue.
+
+    A script whose node was taken for lost may still run while SLURM has long restarted the job elsewhere: its restart count tells.
+    """
+    alone = shlex.join(["srun", "--overlap", "--nodes=1", "--ntasks=1", *launch.srun_extra]) + " " if launch.srun_extra else ""
+    return [
+        "code=$?",
+        f"folder={shlex.quote(str(submission.folder))}",
+        f'{alone}{interpreter(launch)} -u -m launch.requeue "$folder" "$code" "$SLURM_JOB_ID" "${{SLURM_RESTART_COUNT:-0}}"',
+        "code=$?",
+        f'if [ "$code" = {GO_ON} ]; then',
+        '    case "$(scontrol show job "$SLURM_JOB_ID")" in',
+        '        *JobState=RUNNING*" Restarts=${SLURM_RESTART_COUNT:-0} "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;',
+        '        *) echo "not requeued from here: SLURM has ended or restarted this job already" >&2 ;;',
+        "    esac",
+        "fi",
+        'exit "$code"',
+    ]
+
+
+def environment(submission: Submission) -> list[str]:
+    """The snapshot comes before the folder that the job starts in, which may be a checkout that has moved on."""
+    return ["export PYTHONSAFEPATH=1", f"export PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}"]
+
+
+def interpreter(launch: LaunchConfig) -> str:
+    return launch.python or shlex.quote(sys.executable)
+
+
+def sbatch_flags(launch: LaunchConfig) -> dict[str, str | bool]:
+    """launch.sbatch_extra as sbatch's long options. Raises ConfigError for what is none, or has a key of its own."""
+    flags: dict[str, str | bool] = {}
+    for line in launch.sbatch_extra:
+        match = FLAG.fullmatch(line.strip())
+        if match is None:
+            raise ConfigError(f"launch.sbatch_extra: '{line}' is not of the form --option or --option=value")
+        name, value = match.groups()
+        if name in OWN_FLAGS:
+            raise ConfigError(f"launch.sbatch_extra: '{line}' is set by the other keys of the launch section, or by the launcher itself")
+        flags[name] = True if value is None else value
+    return flags
+
+
+def dry_run(config: Config) -> str:
+    launch = config.launch
+    where = f"# {config.run_dir}: {launch.ranks} ranks, {launch.nodes} node(s), cluster {launch.cluster}"
+    submission = Submission((RunDir(Path(config.run_dir)).submissions / "NNNN").absolute())
+    if launch.cluster != "slurm":
+        return where
+    return f"{where}\n{slurm_executor(config, submission).script}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The last word of each rank, in a file of its own, and what the files of one start of a job say together.
+
+    run_dir/heartbeats/ATTEMPT/rank_00000.json    host, process, step, what it does, state; rewritten every few seconds
+    run_dir/heartbeats/ATTEMPT/first.json         the rank that went wrong first, and how; written once, by whoever learns of it first
+
+A rank that fails writes first.json before its connections close, so the errors that others then meet come later whatever the clocks say.
+Written by pdn_train.watchdog. Standard library only: launchers on machines without torch read these files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from pdn_train.rundir import machine, process_start
+
+KEPT_ATTEMPTS = 5
+State = Literal["running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank said last. final: starting again would meet the same fault; somebody has to mend something."""
+
+    rank: int
+    host: str = field(default_factory=socket.gethostname)
+    machine: str = field(default_factory=machine)
+    pid: int = field(default_factory=os.getpid)
+    started: str | None = None  # of the process, as the kernel counts; tells it from a later one with the same number
+    state: State = "running"
+    step: int = -1  # finished steps; -1: not known yet
+    doing: str = "starting"
+    beats: int = 0
+    time: float = 0.0
+    error: str | None = None
+    trace: str = ""
+    final: bool = False
+
+    def write(self, folder: Path) -> None:
+        file = word_file(folder, self.rank)
+        aside = file.with_name(f".{file.name}.{self.pid}")
+        aside.write_text(json.dumps(asdict(self)))
+        aside.replace(file)  # not flushed to disk: it need not survive the machine
+
+    @property
+    def here(self) -> bool:
+        """Whether its process can be looked up from this one."""
+        return self.machine == machine()
+
+    @property
+    def gone(self) -> bool:
+        """It ended without saying so. Only where `here`."""
+        return self.state == "running" and self.here and process_start(self.pid) != self.started
+
+    @property
+    def place(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+def word_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.json"
+
+
+def read_word(folder: Path, rank: int) -> Word | None:
+    """None where it has not said anything yet, or cannot be read."""
+    return _read(word_file(folder, rank))
+
+
+def read_words(folder: Path) -> list[Word]:
+    """In rank order."""
+    return [word for file in sorted(folder.glob("rank_*.json")) if (word := _read(file)) is not None]
+
+
+def read_first(folder: Path) -> Word | None:
+    return _read(folder / "first.json")
+
+
+def claim_first(folder: Path, word: Word) -> Word:
+    """Say that `word` is the first fault of this attempt; returns the one that is."""
+    aside = folder / f".first-{uuid.uuid4().hex}"
+    aside.write_text(json.dumps(asdict(word)))
+    try:
+        os.link(aside, folder / "first.json")  # fails where it exists
+    except FileExistsError:
+        pass
+    finally:
+        aside.unlink()
+    return read_first(folder) or word
+
+
+def newest_attempt(heartbeats: Path) -> Path | None:
+    """The folder of the newest start."""
+    return max(_attempts(heartbeats), key=lambda p: p.stat().st_ctime_ns, default=None)
+
+
+def attempt_name(job: str, restart: int | str) -> str:
+    """Names one start of a job."""
+    return f"{job}.{restart}"
+
+
+def begin_attempt(heartbeats: Path, name: str) -> Path:
+    """Make the folder of one start; every rank may call it. The oldest ones are removed."""
+    folder = heartbeats / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in sorted(_attempts(heartbeats), key=lambda p: p.stat().st_ctime_ns, reverse=True)[KEPT_ATTEMPTS:]:
+        shutil.rmtree(old, ignore_errors=True)  # another rank may be removing it too
+    return folder
+
+
+def missing(words: list[Word]) -> list[Word]:
+    """Those that ended without a word, once the job is over."""
+    return [word for word in words if word.state == "running"]
+
+
+def obituary(folder: Path) -> str:
+    """Who failed first and how, then the last step of every rank: for the log of a job that is over. "" where nobody failed."""
+    words, first = read_words(folder), read_first(folder)
+    silent = missing(words)
+    if first is None and silent:
+        first = replace(silent[0], error="ended without a word: killed from outside, or its node was lost")
+    if first is None:
+        return ""
+    lines = [f"First to fail: {first.place} at step {first.step}, while {first.doing}: {first.error}"]
+    lines += [first.trace.rstrip()] if first.trace else []
+    lines.append("Last words:")
+    for word in words:
+        state = "no last word" if word.state == "running" else word.state
+        lines.append(f"  {word.place}: {state}, step {word.step}, {word.doing}" + (f": {_one_line(word.error)}" if word.error else ""))
+        if word.rank != first.rank and word.trace:
+            lines.append("    " + innermost(word.trace))
+    return "\n".join(lines)
+
+
+def innermost(trace: str) -> str:
+    """The innermost frame of a formatted stack or traceback, in one line."""
+    at = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    return at[-1] if at else ""
+
+
+def _attempts(heartbeats: Path) -> list[Path]:
+    return [p for p in heartbeats.iterdir() if p.is_dir()] if heartbeats.is_dir() else []
+
+
+def _one_line(text: str) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= 200 else line[:200] + "..."
+
+
+def _read(file: Path) -> Word | None:
+    try:
+        return Word(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
