@@ -107,15 +107,18 @@ class Journal:
             self._settle(last)
         return self._progress
 
-    def validation(self, progress: Progress, loss: float, targets: int) -> None:
-        """Write one validation: nats per target token over `targets` tokens."""
+    def validation(self, progress: Progress, loss: float, targets: int, tasks: dict) -> None:
+        """Write one validation: nats per target token over `targets` tokens, and the results of eval.tasks."""
         if self._writer is None:
             return
         entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "targets": targets}
-        _append(self._run_dir.validation, entry)
+        _append(self._run_dir.validation, entry | ({"tasks": tasks} if tasks else {}))
         self._writer.add_scalar("validation/loss", loss, progress.step)
+        for name, value in numbers(tasks):
+            self._writer.add_scalar(f"validation/{name}", value, progress.step)
         self._writer.flush()
-        log.info("step %d  validation loss %.4f over %d tokens", progress.step, loss, targets)
+        said = "".join(f"  {task} {result['accuracy']:.3f}" for task, result in tasks.items())
+        log.info("step %d  validation loss %.4f over %d tokens%s", progress.step, loss, targets, said)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -175,6 +178,15 @@ class Journal:
             "memory_gib": memory_gib(self._world.device),
             "skipped_steps": self._progress.skipped_steps,
         }
+
+
+def numbers(result: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(path, value) of every number in nested dictionaries, keys joined by "/"."""
+    for key, value in result.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield prefix + key, float(value)
 
 
 def cut_back(run_dir: RunDir, step: int) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from pdn_train import evaluate, export
 from pdn_train.data import Batch
-from pdn_train.evaluate import Options, evaluate_loss
 from pdn_train.shards import Shards
+from pdn_train.tasks import Options, evaluate_loss
 
 
 class Fixed(nn.Module):
@@ -100,7 +100,7 @@ def test_documents_are_read_as_they_were_trained(tmp_path, make_run, make_model,
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tasks", "ppl,mqar"], "--tasks mqar: there is no such task; there are ppl"),
+        (["--tasks", "ppl,glue"], "--tasks glue: there is no such task; there are ppl, mqar, niah"),
         (["--samples", "100000"], "--samples 100000: .* holds .* samples of 48 tokens"),
         (["--samples", "0"], "--samples 0"),
         (["--micro-batch", "0"], "--micro-batch 0 is below 1"),

@@ -1,0 +1,128 @@
+"""Multi-query associative recall (MQAR): examples made on demand, as a training set and as an evaluation.
+
+The task is Zoology's (arXiv:2312.04927; docs/paper.md, section 5). With a vocabulary of V ids and N pairs, an example of L tokens is
+
+    k_1 v_1 k_2 v_2 ... k_N v_N      keys: N different ids of 1 .. V/2 - 1; values: N different ids of V/2 .. V - 1
+    then (L - 2N) / 2 slots of two tokens; each key stands again, once, at the start of a slot; the other tokens are random ids
+
+and the only labels are at those second occurrences: the key's value, which does not follow it. Slot i = 0, 1, ... is drawn without
+replacement with weight a (i + 1)^(a - 1), a = 0.01, so most questions come soon after the pairs.
+
+Every example is a function of (seed, split, its number) alone. One takes 0.1 to 0.2 ms of a CPU core; those of the training set are kept,
+4 L bytes each, since they come again every epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.cross_entropy import IGNORED
+from pdn_train.config import Config
+from pdn_train.data import Permutation
+
+POWER = 0.01  # a
+SPLITS = ("train", "validation")
+VALIDATION = 3000  # examples that are held out
+LOGITS = 2**28  # at once in `accuracy`: 1 GiB in fp32
+
+
+class MqarError(ValueError):
+    """No such examples exist; the message names the numbers and the way out."""
+
+
+def example(pairs: int, length: int, vocab: int, seed: int, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels) [length] int64; labels are IGNORED but at each key's second occurrence."""
+    rng = np.random.default_rng([seed, SPLITS.index(split), number])
+    keys, values = _different(pairs, 1, vocab // 2, rng), _different(pairs, vocab // 2, vocab, rng)
+    places = 2 * pairs + 2 * _slots(pairs, (length - 2 * pairs) // 2, rng)
+    inputs = rng.integers(vocab, size=length)
+    inputs[0 : 2 * pairs : 2], inputs[1 : 2 * pairs : 2] = keys, values
+    labels = np.full(length, IGNORED)
+    inputs[places], labels[places] = keys, values
+    return inputs, labels
+
+
+def _different(count: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` of low .. high - 1 without repeats, in random order: the first ones that differ among draws with repeats."""
+    drawn = rng.integers(low, high, size=2 * count)
+    while len(first := np.unique(drawn, return_index=True)[1]) < count:
+        drawn = np.concatenate([drawn, rng.integers(low, high, size=2 * count)])
+    return drawn[np.sort(first)[:count]]
+
+
+def _slots(count: int, slots: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` of 0 .. slots - 1 in the order drawn, each draw with the weights of what is left.
+
+    The smallest of independent exponential times with these rates, one after the other, are such draws.
+    """
+    times = rng.exponential(size=slots) * np.arange(1, slots + 1) ** (1 - POWER)
+    first = np.argpartition(times, count - 1)[:count]
+    return first[np.argsort(times[first])]
+
+
+def check(pairs: int, length: int, vocab: int) -> None:
+    """Raise MqarError unless N pairs, their questions and V ids go together."""
+    if 4 * pairs > length or length % 2:
+        raise MqarError(f"{pairs} pairs need an even length of at least {4 * pairs} tokens, not {length} (data.seq_len)")
+    if pairs > vocab // 2 - 1:
+        raise MqarError(f"{pairs} pairs need {pairs} keys, and a vocabulary of {vocab} has {vocab // 2 - 1} (model.vocab_size)")
+
+
+class Examples:
+    """A source of samples for `pdn_train.data.Loader`: position -> an example, in a new order each epoch."""
+
+    tokenizer: Path | None = None  # ids stand for themselves
+
+    def __init__(self, pairs: int, count: int, length: int, vocab: int, seed: int, split: str) -> None:
+        """count: examples an epoch. Raises MqarError."""
+        check(pairs, length, vocab)
+        self.seq_len, self._count, self._what = length, count, (pairs, length, vocab, seed, split)
+        self._inputs = np.empty((count, length), np.min_scalar_type(vocab - 1))
+        self._labels = np.empty((count, length), np.int32 if vocab > 2**15 else np.int16)
+        self._made = np.zeros(count, bool)
+        self._order: tuple[int, Callable[[int], int]] = (-1, lambda number: number)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def fingerprint(self) -> dict:
+        """What a resumed run must find unchanged; seed and length are keys of the configuration and compared there."""
+        return {"mqar": {"pairs": self._what[0], "examples": self._count}}
+
+    def pair(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels) at a position of the training order, [length] int64 each."""
+        epoch, index = divmod(position, self._count)
+        if self._what[4] == "train":
+            if self._order[0] != epoch:
+                self._order = (epoch, Permutation(self._count, "mqar", self._what[3], epoch))
+            index = self._order[1](index)
+        if not self._made[index]:
+            self._inputs[index], self._labels[index] = example(*self._what, index)
+            self._made[index] = True
+        return self._inputs[index].astype(np.int64), self._labels[index].astype(np.int64)
+
+
+def open_examples(config: Config) -> tuple[Examples, Examples]:
+    """The training examples of a run, and the held-out ones."""
+    what = (config.data.seq_len, config.model.vocab_size, config.data.seed)
+    pairs = config.data.mqar_pairs
+    return Examples(pairs, config.data.mqar_examples, *what, "train"), Examples(pairs, VALIDATION, *what, "validation")
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, examples: Examples, count: int, device: torch.device | str) -> float:
+    """The share of the first `count` examples' questions to which the likeliest of all ids is the answer."""
+    vocab, right, asked = model.config.vocab_size, 0, 0
+    rows = max(1, LOGITS // (examples.seq_len * vocab))
+    for start in range(0, count, rows):
+        made = [examples.pair(i) for i in range(start, min(start + rows, count))]
+        inputs, labels = (torch.from_numpy(np.stack(part)).to(device) for part in zip(*made, strict=True))
+        found = model(inputs).argmax(-1)
+        right += int((found == labels).sum())  # no id is IGNORED
+        asked += int((labels != IGNORED).sum())
+    return right / asked

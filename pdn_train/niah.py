@@ -1,0 +1,120 @@
+"""A needle in a haystack: RULER's single-needle tasks S-NIAH-1, -2 and -3 (arXiv:2404.06654), seeded, at any length.
+
+A prompt is instructions, a long text with one sentence in it that gives a key a value, and a question for that value; the model goes on
+greedily for 128 tokens and is right where they hold the value. Of each length, as much text as fits beside the rest and those 128 tokens:
+
+    niah_1    the text is five short sentences over and over; the value is a number of seven digits
+    niah_2    real prose; a number
+    niah_3    real prose; a UUID
+
+Sentences, templates, places of the needle (anywhere in niah_1, one of 40 equal depths in the others) and the score are RULER's. What
+differs, since nothing is downloaded: the prose is the text one gives (RULER: Paul Graham's essays), cut into sentences by a regular
+expression, and a key is two words of the lists below (RULER: a package's). Scores compare between models on the same text, not with
+published ones.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from dataclasses import dataclass
+
+from pdn_train.generate import generate
+from pdn_train.model import LanguageModel
+from pdn_train.tokenizer import Tokenizer
+
+ANSWER_TOKENS = 128
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent of the sentences
+INSTRUCTION = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} afterwards.\n"
+    "{context}\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
+    " The special magic {kind} for {key} mentioned in the provided text is"
+)
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+KINDS = {"niah_1": "number", "niah_2": "number", "niah_3": "uuid"}
+FIRST = (
+    "able ample blunt brave brief broad calm cheap civil clean clear cold cool cruel curly daily damp dark deep dense dry dull eager "
+    "early empty equal exact faint fair false fast fierce final firm flat fond fresh full gentle glad grand grave green happy harsh "
+    "heavy hollow honest huge humble idle keen kind large late lazy light lively local lonely long loud loyal mild modest narrow neat "
+    "noble noisy odd old open outer pale plain polite proud quick quiet rapid rare ripe rough round royal sharp short silent simple"
+)
+SECOND = (
+    "acorn anchor apple arrow autumn axle badge banner barn basin basket beacon bell bench berry blanket bottle branch bridge brook "
+    "bucket button cabin candle canyon carpet castle cedar chapel cherry cliff clock cloud coast copper corner cottage cradle crown "
+    "desert dragon drum eagle engine falcon feather fence ferry field flame forest fountain garden gate glacier glove hammer harbor "
+    "harvest hedge island jacket kettle ladder lagoon lantern ledge lemon letter linen magnet maple marble meadow mirror mountain "
+    "needle oasis orchard otter oven paddle palace parcel pearl pebble pillow planet plough pocket prairie quarry river saddle"
+)
+
+
+class NiahError(ValueError):
+    """No such prompt can be made; the message names the length and the way out."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    answer: str
+
+
+def prompts(variant: str, length: int, count: int, tokenizer: Tokenizer, seed: int, prose: str) -> list[Prompt]:
+    """`count` prompts of at most `length` - 128 tokens each, a function of the arguments alone. Raises NiahError where none fits."""
+    made, units = [], None
+    for number in range(count):
+        draw = random.Random(f"{seed} {variant} {length} {number}")
+        kind, key = KINDS[variant], f"{draw.choice(FIRST.split())}-{draw.choice(SECOND.split())}"
+        value = str(draw.randint(10**6, 10**7 - 1)) if kind == "number" else str(uuid.UUID(int=draw.getrandbits(128), version=4))
+        place, needle = draw.random(), NEEDLE.format(kind=kind, key=key, value=value)
+
+        def ids(amount: int, place: float = place, needle: str = needle, kind: str = kind, key: str = key) -> list[int]:
+            context = _repeated(amount, place, needle) if variant == "niah_1" else _prose(prose, amount, place, needle)
+            return tokenizer.encode(INSTRUCTION.format(kind=kind, key=key, context=context))
+
+        limit = length - ANSWER_TOKENS
+        units = _most(ids, limit) if units is None else units
+        whole = ids(units)
+        while len(whole) > limit:  # another key or value may take a token more
+            units -= 1
+            whole = ids(units)
+        made.append(Prompt(whole, value))
+    return made
+
+
+def _most(ids, limit: int) -> int:
+    """The largest amount of text whose prompt has at most `limit` tokens."""
+    if len(ids(1)) > limit:
+        raise NiahError(f"a prompt takes {len(ids(1))} tokens without any text, more than the length less {ANSWER_TOKENS}, {limit}")
+    low, high = 1, 2
+    while len(ids(high)) <= limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if len(ids(middle)) <= limit else (low, middle)
+    return low
+
+
+def _repeated(amount: int, place: float, needle: str) -> str:
+    lines = [NOISE] * amount
+    lines.insert(int(place * amount), needle)
+    return "\n".join(lines)
+
+
+def _prose(prose: str, amount: int, place: float, needle: str) -> str:
+    """The first `amount` words, over and over where there are fewer, and the needle between two of their sentences."""
+    words = prose.split()
+    words = (words * (-(-amount // len(words))))[:amount]
+    sentences = re.split(r"(?<=[.!?])\s+", " ".join(words))
+    sentences.insert(int(len(sentences) * DEPTHS[int(place * len(DEPTHS))] / 100), needle)
+    return " ".join(sentences)
+
+
+def score(model: LanguageModel, tokenizer: Tokenizer, asked: list[Prompt], at_once: int) -> float:
+    """The share of prompts whose continuation holds the answer, in any case of letters."""
+    right = 0
+    for start in range(0, len(asked), at_once):
+        batch = asked[start : start + at_once]
+        texts = generate(model, [p.ids for p in batch], ANSWER_TOKENS, end=tokenizer.eos_id, vocabulary=tokenizer.vocab_size)
+        right += sum(p.answer.lower() in tokenizer.decode(text).lower() for p, text in zip(batch, texts, strict=True))
+    return right / len(asked)

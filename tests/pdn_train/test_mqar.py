@@ -1,0 +1,96 @@
+"""The task as published, checked example by example; the same examples on every call; a model that knows the answers scores 1."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pdn_train import mqar
+from pdn_train.config import ConfigError, build
+from pdn_train.data import Loader
+from pdn_train.mqar import Examples, MqarError, example
+
+VOCAB = 8192
+
+
+@pytest.mark.parametrize("pairs, length", [(64, 256), (32, 256), (5, 200), (1, 4)])
+def test_an_example_is_as_published(pairs, length):
+    inputs, labels = example(pairs, length, VOCAB, 0, "train", 3)
+    assert inputs.shape == labels.shape == (length,) and inputs.dtype == labels.dtype == np.int64
+    keys, values = inputs[0 : 2 * pairs : 2], inputs[1 : 2 * pairs : 2]
+    assert len(set(keys)) == len(set(values)) == pairs
+    assert keys.min() >= 1 and keys.max() < VOCAB // 2 <= values.min() and values.max() < VOCAB
+    asked = np.flatnonzero(labels != -100)
+    assert len(asked) == pairs and asked.min() >= 2 * pairs and (asked % 2 == 0).all()
+    answers = dict(zip(keys, values, strict=True))
+    assert set(inputs[asked]) == set(keys) and all(labels[i] == answers[inputs[i]] for i in asked)
+
+
+def test_slots_are_drawn_by_their_weights():
+    """The first draw is slot i with probability (i + 1)^-0.99 / sum; within 4 standard errors for the first five."""
+    first = np.array([mqar._slots(8, 60, np.random.default_rng(i))[0] for i in range(20_000)])
+    weights = np.arange(1, 61) ** -0.99
+    share, expected = np.bincount(first, minlength=60) / len(first), weights / weights.sum()
+    assert (np.abs(share - expected) < 4 * np.sqrt(expected / len(first)))[:5].all()
+    drawn = mqar._slots(60, 60, np.random.default_rng(0))
+    assert sorted(drawn) == list(range(60))
+
+
+def test_examples_depend_on_seed_split_and_number_alone():
+    def ids(*what):
+        return example(8, 64, VOCAB, *what)[0].tolist()
+
+    assert ids(1, "train", 5) == ids(1, "train", 5)
+    assert len({tuple(ids(*what)) for what in ((1, "train", 5), (2, "train", 5), (1, "validation", 5), (1, "train", 6))}) == 4
+
+
+def test_an_epoch_holds_every_example_once_in_a_new_order():
+    source = Examples(4, 10, 32, 256, 7, "train")
+    epochs = [[tuple(source.pair(10 * e + i)[0]) for i in range(10)] for e in range(2)]
+    assert set(epochs[0]) == set(epochs[1]) == {tuple(example(4, 32, 256, 7, "train", i)[0]) for i in range(10)}
+    assert epochs[0] != epochs[1] and len(set(epochs[0])) == 10
+    assert [tuple(Examples(4, 10, 32, 256, 7, "train").pair(13)[0])] == [epochs[1][3]]  # a resumed run
+
+
+def test_the_loader_counts_labels_only():
+    batch = Loader(Examples(4, 10, 32, 256, 0, "train"), 3, 1, 0, 1, False).step(0)[0]
+    assert batch.input_ids.shape == (3, 32) and batch.targets == 12 == int((batch.labels != -100).sum())
+
+
+class Oracle(nn.Module):
+    """Answers by looking the key up in the pairs, but for every third question."""
+
+    def __init__(self, pairs: int, vocab: int):
+        super().__init__()
+        self.pairs, self.config = pairs, type("Config", (), {"vocab_size": vocab})
+
+    def forward(self, ids):
+        keys, values = ids[:, 0 : 2 * self.pairs : 2], ids[:, 1 : 2 * self.pairs : 2]
+        logits = torch.zeros(*ids.shape, self.config.vocab_size)
+        match = ids[:, :, None] == keys[:, None]  # [B, T, N]
+        answer = torch.where(match.any(-1), (match * values[:, None]).sum(-1), 0)
+        answer = torch.where(answer % 3 == 0, 0, answer)
+        return logits.scatter_(-1, answer[..., None], 1.0)
+
+
+def test_accuracy_counts_every_question(monkeypatch):
+    monkeypatch.setattr(mqar, "LOGITS", 3 * 48 * 300)  # three rows at once
+    source = Examples(6, 20, 48, 300, 0, "validation")
+    values = [source.pair(i)[1] for i in range(10)]
+    values = np.concatenate([v[v != -100] for v in values])
+    assert mqar.accuracy(Oracle(6, 300), source, 10, "cpu") == (values % 3 != 0).mean()
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [((9, 32, 256), "9 pairs need an even length of at least 36 tokens, not 32"), ((4, 33, 256), "not 33"), ((8, 64, 16), "has 7")],
+)
+def test_impossible_examples_are_refused(what, message):
+    with pytest.raises(MqarError, match=message):
+        mqar.check(*what)
+
+
+def test_shards_and_the_task_exclude_each_other():
+    with pytest.raises(ConfigError, match="data.mqar_pairs=4 makes its own samples"):
+        build({"run_dir": "r", "data": {"path": "d", "mqar_pairs": 4}}, "x")
+    assert build({"run_dir": "r", "data": {"mqar_pairs": 4}, "eval": {"every": 5}}, "x").data.mqar_examples == 100_000
