@@ -46,7 +46,7 @@ class GateParameters(NamedTuple):
     center: Tensor | None = None  # m
 
 
-class Gates(NamedTuple):
+class HeadGates(NamedTuple):
     """[..., H] in fp32 (fp64 for fp64 columns); None where there is no such gate."""
 
     beta: Tensor
@@ -58,7 +58,7 @@ class Gates(NamedTuple):
     output: Tensor | None  # [..., rank]
 
 
-def head_gates(x: Tensor, columns: GateColumns, parameters: GateParameters) -> Gates:
+def head_gates(x: Tensor, columns: GateColumns, parameters: GateParameters) -> HeadGates:
     """The gates from x [..., D], in plain PyTorch."""
     heads, factor = columns.heads, columns.factor
 
@@ -74,7 +74,7 @@ def head_gates(x: Tensor, columns: GateColumns, parameters: GateParameters) -> G
         gain = beta if columns.gain == columns.beta else torch.sigmoid(_wide(part(columns.gain)))
         center = _wide(parameters.center)
     beta = beta if factor == 1 else factor * beta
-    return Gates(beta, decay, forget, gain, center, part(columns.low, columns.rank), part(columns.output, columns.rank))
+    return HeadGates(beta, decay, forget, gain, center, part(columns.low, columns.rank), part(columns.output, columns.rank))
 
 
 def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:

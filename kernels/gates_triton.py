@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gates import GateColumns, GateParameters, Gates
+from kernels.gates import GateColumns, GateParameters, HeadGates
 from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Sum, column_sums, partial_sums
 
@@ -179,13 +179,13 @@ def _gates(
     )  # fmt: skip
 
 
-def head_gates(x: Tensor, columns: GateColumns, parameters: GateParameters) -> Gates:
+def head_gates(x: Tensor, columns: GateColumns, parameters: GateParameters) -> HeadGates:
     """The gates from x [N, D] of a checked call, without gradients: one token of each sequence in decoding."""
     x, parameters = aligned(x), tuple(aligned(one) for one in parameters)
     made = empty_gates(x, columns)
     key = (x.dtype, x.stride(0), *(None if one is None else one.dtype for one in parameters))
     launch(_gates, cdiv(len(x), TOKENS), key, x, *parameters, *made, len(x), x.stride(0), **constants(columns), BT=TOKENS, num_warps=1)
-    return Gates(*made, *handed_on(x, columns))
+    return HeadGates(*made, *handed_on(x, columns))
 
 
 @triton.jit(do_not_specialize=["tokens"])

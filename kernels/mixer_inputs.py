@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.conv import check_conv, check_width, short_conv, short_conv_step
-from kernels.gates import GateColumns, GateParameters, Gates, check_gates, head_gates
+from kernels.gates import GateColumns, GateParameters, HeadGates, check_gates, head_gates
 from kernels.passes import check_backend, on_device
 
 
@@ -18,7 +18,7 @@ class MixerInputs(NamedTuple):
     q: Tensor  # [B, T, W] in x's dtype
     k: Tensor  # [B, T, W]
     v: Tensor  # [B, T, W]
-    gates: Gates
+    gates: HeadGates
     history: Tensor | None = None  # [N, 3, 3 W], the convolution's last inputs of each sequence
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.conv_triton import BACKWARD_ROWS, CHANNELS, FORWARD_ROWS, STAGES, conv_rows, conv_rows_backward, row_blocks, row_unit, rows_of
-from kernels.gates import GateColumns, GateParameters, Gates
+from kernels.gates import GateColumns, GateParameters, HeadGates
 from kernels.gates_triton import TOKENS, constants, empty_gates, gate_rows, gate_rows_backward, handed_on, handed_on_constants
 from kernels.launch import aligned, cdiv, launch
 from kernels.sums import Sum, column_sums, partial_sums
@@ -171,13 +171,13 @@ def run(
     initial: Tensor | None,
     final: bool,
     bounds: tuple[int, ...] | None,
-) -> tuple[tuple[Tensor, ...], Gates, Tensor | None]:
+) -> tuple[tuple[Tensor, ...], HeadGates, Tensor | None]:
     """q, k, v; the gates; the final history, of a checked call (arguments as `kernels.mixer_inputs.mixer_inputs`)."""
     batch, length = x.shape[:2]
     call = Call(batch, length, bounds, 3, weight.shape[0] // 3, columns, final)
     q, k, v, history, *gates = _apply(call, x, weight, initial, parameters)
     q, k, v = (one.view(batch, length, -1) for one in (q, k, v))
-    made = Gates(*gates)
+    made = HeadGates(*gates)
     timed = {n: one.unflatten(0, (batch, length)) for n, one in made._asdict().items() if one is not None and n != "center"}
     return (q, k, v), made._replace(**timed), history
 

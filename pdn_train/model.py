@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from kernels import maps
 from kernels.chunk import Preconditioner, State, delta_rule
-from kernels.conv import short_conv, short_conv_step
 from kernels.cross_entropy import summed_cross_entropy
 from kernels.decode import step
+from kernels.gates import GateColumns, GateParameters, HeadGates, channel_decay
 from kernels.maps import Relay
-from kernels.norm import gated_rms_norm, rms_norm
-from kernels.operands import computation_dtype
+from kernels.mixer_inputs import MixerInputs, mixer_inputs, mixer_inputs_step
+from kernels.norm import gated_rms_norm, residual_rms_norm, rms_norm
+from kernels.swiglu import swiglu
 from pdn_train import recompute
 from pdn_train.config import ModelConfig
 
@@ -76,15 +77,27 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis; with a gate, y * sigmoid(gate)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis; with a gate, y * sigmoid(gate + bias)."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.kernel = config.norm_eps, config.kernel
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # [..., size], [..., size]
-        return rms_norm(x, self.weight, self.eps) if gate is None else gated_rms_norm(x, gate, self.weight, self.eps)
+    def forward(self, x: Tensor, gate: Tensor | None = None, bias: Tensor | None = None) -> Tensor:  # [..., H, size] twice, [H, size]
+        if gate is None:
+            return rms_norm(x, self.weight, self.eps, self.kernel)
+        return gated_rms_norm(x, gate, self.weight, self.eps, bias, self.kernel)
+
+
+class ResidualNorm(RMSNorm):
+    """The residual stream, with x [..., size] added where it is given, and its norm.
+
+    What goes on with the stream takes the first output: in Triton its gradient is then added where the norm's is computed.
+    """
+
+    def forward(self, stream: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return residual_rms_norm(stream, x, self.weight, self.eps, self.kernel)
 
 
 class Mixer(nn.Module):
@@ -96,7 +109,8 @@ class Mixer(nn.Module):
         p, c    = like scalar g, and like beta          the preconditioner's decay and gain; with tie_gates they are g and beta
         y       = RMSNorm(o) W_o                        with channel decay (RMSNorm(o) * sigmoid(x W_down' W_up' + bias)) W_o
 
-    W_b, W_a, W_down and so on are one matrix, `gate_proj`, whose columns `gate_columns` names in order: one product reads x for all.
+    W_qkv, W_b, W_a, W_down and so on are one matrix, `in_proj`: one product reads x for all, and x gets one gradient. `columns` says
+    where in what it gives each gate begins.
     Gates are computed in fp32 (fp64 in an fp64 model): a log decay near 0, rounded to bf16, would forget a long context wrongly. Their
     parameters (A_log, dt_bias, center and the preconditioner's) are weights like any other: in a bf16 model they are bf16, rounded from
     the optimizer's fp32 masters, and the gates are computed in fp32 from the rounded values.
@@ -106,13 +120,12 @@ class Mixer(nn.Module):
         super().__init__()
         self.config = config
         self.heads, self.head_dim, self.width = config.num_heads, config.head_dim, config.num_heads * config.head_dim
-        self.gate_columns = _gate_columns(config)
-        self.qkv_proj = Linear(config.hidden_size, 3 * self.width)
-        self.gate_proj = Linear(config.hidden_size, sum(self.gate_columns.values()))
+        self.columns, end = _gate_columns(config)
+        self.in_proj = Linear(config.hidden_size, end)
         self.conv_weight = nn.Parameter(torch.empty(3 * self.width, CONV_WIDTH))
         self._add_decay(config.mixer.decay)
         self._add_preconditioner()
-        self.norm = RMSNorm(self.head_dim, config.norm_eps)
+        self.norm = RMSNorm(self.head_dim, config)
         self.out_proj = Linear(self.width, config.hidden_size)
 
     def _add_decay(self, decay: Literal["none", "scalar", "channel"]) -> None:
@@ -126,7 +139,7 @@ class Mixer(nn.Module):
             self.output_bias = nn.Parameter(torch.empty(self.width))
 
     def _add_preconditioner(self) -> None:
-        if "precond_decay" in self.gate_columns:
+        if self._own_forget:
             self.precond_A_log = nn.Parameter(torch.empty(self.heads))
             self.precond_dt_bias = nn.Parameter(torch.empty(self.heads))
         if self.config.preconditioned:
@@ -142,66 +155,56 @@ class Mixer(nn.Module):
 
     def step(self, x: Tensor, cache: MixerCache) -> Tensor:
         """One more token of each sequence: x [N, hidden] -> [N, hidden]; the cache is updated in place."""
-        mixed, columns = self._project(x)
-        q, k, v = self._heads(short_conv_step(cache.history, mixed, self.conv_weight))  # [N, H, K] each
-        beta, decay, precond = self._gates(columns)
-        return self._output(step(cache.state, q, k, v, beta, decay, precond, backend=self.config.kernel), columns)
+        m = mixer_inputs_step(cache.history, self.in_proj(x), self.conv_weight, self.columns, self._gate_parameters(), self.config.kernel)
+        beta, decay, precond = self._gates(m.gates)
+        return self._output(step(cache.state, *self._heads(m), beta, decay, precond, backend=self.config.kernel), m.gates.output)
 
     def _mix(
         self, x: Tensor, cu_seqlens: Tensor | None, keep: bool, relay: Relay | None = None
     ) -> tuple[Tensor, State | None, Tensor | None]:
-        mixed, columns = self._project(x)
-        past = None if relay is None else maps.history(relay, mixed, CONV_WIDTH - 1)
-        mixed, history = short_conv(mixed, self.conv_weight, past, output_final_state=keep, cu_seqlens=cu_seqlens)
-        q, k, v = self._heads(mixed)  # [B, T, H, K] each
-        beta, decay, precond = self._gates(columns)
-        arguments = {"output_final_state": keep, "cu_seqlens": cu_seqlens, "backend": self.config.kernel, "relay": relay}
-        o, state = delta_rule(q, k, v, beta, decay, precond, **arguments)
-        return self._output(o, columns), state, history
+        projected, kernel = self.in_proj(x), self.config.kernel
+        past = None if relay is None else maps.history(relay, projected[..., : 3 * self.width], CONV_WIDTH - 1)
+        m = mixer_inputs(projected, self.conv_weight, self.columns, self._gate_parameters(), past, keep, cu_seqlens, kernel)
+        beta, decay, precond = self._gates(m.gates)
+        arguments = {"output_final_state": keep, "cu_seqlens": cu_seqlens, "backend": kernel, "relay": relay}
+        o, state = delta_rule(*self._heads(m), beta, decay, precond, **arguments)
+        return self._output(o, m.gates.output), state, m.history
 
-    def _project(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The raw q, k, v, side by side [..., 3 W], and the columns of the gates by name."""
-        parts = self.gate_proj(x).split(list(self.gate_columns.values()), dim=-1)
-        return self.qkv_proj(x), dict(zip(self.gate_columns, parts, strict=True))
+    def _heads(self, m: MixerInputs) -> Iterator[Tensor]:  # q, k, v [..., H, K]
+        return (part.unflatten(-1, (self.heads, self.head_dim)) for part in (m.q, m.k, m.v))
 
-    def _heads(self, mixed: Tensor) -> Iterator[Tensor]:
-        return (part.unflatten(-1, (self.heads, self.head_dim)) for part in mixed.chunk(3, dim=-1))
+    @property
+    def _own_forget(self) -> bool:
+        """Whether the preconditioner's decay is none of the state's."""
+        return self.columns.forget is not None and self.columns.forget != self.columns.decay
 
-    def _gates(self, columns: dict[str, Tensor]) -> Gates:
-        beta = torch.sigmoid(_wide(columns["beta"]))
-        decay = self._decay(columns)
-        precond = self._precond(columns, beta, decay) if self.config.preconditioned else None
-        return Gates(2 * beta if self.config.neg_eigval else beta, decay, precond)
+    def _gate_parameters(self) -> GateParameters:
+        """Of the gates that come with the convolution."""
+        scalar = (None, None) if self.columns.decay is None else (self.A_log, self.dt_bias)
+        forget = (self.precond_A_log, self.precond_dt_bias) if self._own_forget else (None, None)
+        return GateParameters(*scalar, *forget, self.center if self.config.preconditioned else None)
 
-    def _decay(self, columns: dict[str, Tensor]) -> Tensor | None:
-        match self.config.mixer.decay:
-            case "none":
-                return None
-            case "scalar":
-                return log_decay(columns["decay"], self.A_log, self.dt_bias)
-            case "channel":
-                shape = (self.heads, self.head_dim)
-                return log_decay(self.decay_up(columns["decay"]).unflatten(-1, shape), self.A_log[:, None], self.dt_bias.view(shape))
+    def _gates(self, made: HeadGates) -> Gates:
+        config, decay, precond = self.config, made.decay, None
+        if config.mixer.decay == "channel":
+            shape = (self.heads, self.head_dim)
+            decay = channel_decay(self.decay_up(made.low).unflatten(-1, shape), self.A_log, self.dt_bias.view(shape), config.kernel)
+        if config.preconditioned:
+            precond = Preconditioner(
+                decay=made.forget,
+                gain=made.gain,
+                center=made.center,
+                bound=config.precond_bound,
+                form=config.precond_form,
+                interval=config.precond_interval,
+            )
+        return Gates(made.beta, decay, precond)
 
-    def _precond(self, columns: dict[str, Tensor], beta: Tensor, decay: Tensor | None) -> Preconditioner:
-        if "precond_decay" in columns:
-            decay = log_decay(columns["precond_decay"], self.precond_A_log, self.precond_dt_bias)
-        gain = torch.sigmoid(_wide(columns["precond_gain"])) if "precond_gain" in columns else beta
-        config = self.config
-        return Preconditioner(
-            decay=decay,
-            gain=gain,
-            center=_wide(self.center),
-            bound=config.precond_bound,
-            form=config.precond_form,
-            interval=config.precond_interval,
-        )
-
-    def _output(self, o: Tensor, columns: dict[str, Tensor]) -> Tensor:  # [..., H, V] -> [..., hidden]
-        gate = None
-        if "gate" in columns:
-            gate = (self.output_up(columns["gate"]) + self.output_bias).unflatten(-1, o.shape[-2:])  # [..., H, V]
-        return self.out_proj(self.norm(o, gate).flatten(-2))
+    def _output(self, o: Tensor, low: Tensor | None) -> Tensor:  # [..., H, V], the output gate's low-rank columns -> [..., hidden]
+        if low is None:
+            return self.out_proj(self.norm(o).flatten(-2))
+        heads = o.shape[-2:]
+        return self.out_proj(self.norm(o, self.output_up(low).unflatten(-1, heads), self.output_bias.view(heads)).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -211,10 +214,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.mlp_size)
         self.down_proj = Linear(config.mlp_size, config.hidden_size)
+        self.kernel = config.kernel
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> [..., hidden]
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(swiglu(self.gate_up_proj(x), self.kernel))
 
 
 class Block(nn.Module):
@@ -222,23 +225,26 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer_norm = ResidualNorm(config.hidden_size, config)
         self.mixer = Mixer(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = ResidualNorm(config.hidden_size, config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, relay: Relay | None = None) -> Tensor:  # [B, T, hidden], the same
-        x = x + self.mixer(self.mixer_norm(x), cu_seqlens, relay)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.mixer_norm(x)
+        x, normed = self.mlp_norm(x, self.mixer(normed, cu_seqlens, relay))
+        return x + self.mlp(normed)
 
     def prefill(self, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, MixerCache]:
-        y, cache = self.mixer.prefill(self.mixer_norm(x), cu_seqlens)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        x, normed = self.mixer_norm(x)
+        y, cache = self.mixer.prefill(normed, cu_seqlens)
+        x, normed = self.mlp_norm(x, y)
+        return x + self.mlp(normed), cache
 
     def step(self, x: Tensor, cache: MixerCache) -> Tensor:  # [N, hidden] -> [N, hidden]
-        x = x + self.mixer.step(self.mixer_norm(x), cache)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.mixer_norm(x)
+        x, normed = self.mlp_norm(x, self.mixer.step(normed, cache))
+        return x + self.mlp(normed)
 
 
 class Embedding(nn.Module):
@@ -279,7 +285,7 @@ class LanguageModel(nn.Module):
         self.activation_checkpoint = activation_checkpoint
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
         self.head = Head(config)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -352,25 +358,17 @@ def _initial(name: str, shape: torch.Size, channel: bool, generator: torch.Gener
     return torch.empty(shape).normal_(0, 0.02, generator=generator)
 
 
-def log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """-exp(A_log) softplus(x + dt_bias) <= 0, in fp32 (fp64 for fp64); x [..., H] or [..., H, K], the others broadcast to it."""
-    return -torch.exp(_wide(A_log)) * F.softplus(_wide(x) + _wide(dt_bias))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(computation_dtype(x))
-
-
-def _gate_columns(config: ModelConfig) -> dict[str, int]:
-    """The columns of `Mixer.gate_proj`, name to number, in order."""
-    heads, rank = config.num_heads, config.head_dim
-    columns = {"beta": heads}
+def _gate_columns(config: ModelConfig) -> tuple[GateColumns, int]:
+    """Where in what `Mixer.in_proj` gives, after the 3 W columns of q, k and v, each gate's begin; and where they end."""
+    heads, rank, beta = config.num_heads, config.head_dim, 3 * config.num_heads * config.head_dim
+    columns, end = {"beta": beta}, beta + heads
     if config.mixer.decay == "scalar":
-        columns["decay"] = heads
+        columns["decay"], end = end, end + heads
     if config.mixer.decay == "channel":
-        columns |= {"decay": rank, "gate": rank}
-    if config.preconditioned and not (config.tie_gates and config.mixer.decay == "scalar"):
-        columns["precond_decay"] = heads
-    if config.preconditioned and not config.tie_gates:
-        columns["precond_gain"] = heads
-    return columns
+        columns |= {"rank": rank, "low": end, "output": end + rank}
+        end += 2 * rank
+    if config.preconditioned:
+        tied = config.tie_gates and config.mixer.decay == "scalar"
+        columns["forget"], end = (columns["decay"], end) if tied else (end, end + heads)
+        columns["gain"], end = (beta, end) if config.tie_gates else (end, end + heads)
+    return GateColumns(heads, **columns, factor=2 if config.neg_eigval else 1), end

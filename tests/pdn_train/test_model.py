@@ -43,17 +43,29 @@ def plain_norm(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
+def gate_columns(c):
+    """The columns after those of q, k and v, in order: name -> number."""
+    columns = {"beta": c.num_heads}
+    columns |= {"none": {}, "scalar": {"decay": c.num_heads}, "channel": {"decay": c.head_dim, "gate": c.head_dim}}[c.mixer.decay]
+    if c.preconditioned and not (c.tie_gates and c.recurrence == "pgdn"):
+        columns["precond_decay"] = c.num_heads
+    if c.preconditioned and not c.tie_gates:
+        columns["precond_gain"] = c.num_heads
+    return columns
+
+
 def plain_mixer(m, x):
     """One sequence x [T, hidden], in the letters of docs/paper.md, sections 1 and 3."""
     c, length, heads, dim = m.config, len(x), m.config.num_heads, m.config.head_dim
-    raw = torch.cat([torch.zeros(3, 3 * heads * dim, dtype=x.dtype), x @ m.qkv_proj.weight.T])
+    raw = torch.cat([torch.zeros(3, 3 * heads * dim, dtype=x.dtype), x @ m.in_proj.weight[: 3 * heads * dim].T])
     conv = F.silu(sum(raw[i : i + length] * m.conv_weight[:, i] for i in range(4)))
     q, k, v = conv.view(length, 3, heads, dim).unbind(1)
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    columns, start = {}, 0
-    for name, width in m.gate_columns.items():
-        columns[name] = x @ m.gate_proj.weight[start : start + width].T
+    columns, start = {}, 3 * heads * dim
+    for name, width in gate_columns(c).items():
+        columns[name] = x @ m.in_proj.weight[start : start + width].T
         start += width
+    assert start == len(m.in_proj.weight)
     beta = torch.sigmoid(columns["beta"]) * (2 if c.neg_eigval else 1)
     g = torch.zeros(length, heads, dim, dtype=x.dtype)
     if c.mixer.decay == "scalar":
@@ -128,7 +140,7 @@ def test_initial_weights_follow_the_table():
     model = LanguageModel(ModelConfig(recurrence="pkda", hidden_size=256, num_layers=2, num_heads=64, head_dim=16, vocab_size=500))
     model.init_weights(3)
     mixer = model.blocks[1].mixer
-    for matrix in (model.embedding.weight, mixer.qkv_proj.weight, mixer.conv_weight, model.blocks[0].mlp.down_proj.weight):
+    for matrix in (model.embedding.weight, mixer.in_proj.weight, mixer.conv_weight, model.blocks[0].mlp.down_proj.weight):
         assert abs(matrix.std().item() / 0.02 - 1) < 0.05 and abs(matrix.mean().item()) < 1e-3
     assert torch.equal(mixer.norm.weight, torch.ones(16)) and torch.equal(model.norm.weight, torch.ones(256))
     assert torch.equal(mixer.output_bias, torch.zeros(1024)) and torch.equal(mixer.dt_bias, torch.zeros(1024))

@@ -61,7 +61,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_selective_runs_no_product_again_and_block_runs_all(build):
-    """Per block and pass the six Linear products of PKDA's block; SiLU is run again by both."""
+    """Per block and pass the six Linear products of PKDA's block, of which nothing needs the last again; SiLU is run again by both."""
     counts = {}
     for mode in recompute.RUN:
         model = build("pkda", mode)
@@ -70,7 +70,7 @@ def test_selective_runs_no_product_again_and_block_runs_all(build):
         counts[mode] = calls.count
     products = {mode: count["aten.mm.default"] for mode, count in counts.items()}
     assert products["selective"] == products["none"]
-    assert products["block"] >= products["none"] + 2 * 6
+    assert products["block"] >= products["none"] + 2 * 5
     for mode in ("block", "selective"):
         assert counts[mode]["aten.silu.default"] == 2 * counts["none"]["aten.silu.default"]
 
