@@ -8,9 +8,9 @@ is one matrix here is several there, cut by rows; a convolution of [channels, 4]
 | embedding.weight                           | model.embeddings.weight                                        | all            |
 | norm.weight, head.weight                   | model.norm.weight, lm_head.weight                              | all            |
 | blocks.{l}.mixer_norm.weight               | model.layers.{l}.attn_norm.weight                              | all            |
-| blocks.{l}.mixer.qkv_proj.weight           | model.layers.{l}.attn.{q,k,v}_proj.weight                      | all            |
 | blocks.{l}.mixer.conv_weight               | model.layers.{l}.attn.{q,k,v}_conv1d.weight                    | all            |
-| blocks.{l}.mixer.gate_proj.weight          | beta: attn.b_proj.weight                                       | all            |
+| blocks.{l}.mixer.in_proj.weight            | q, k, v: model.layers.{l}.attn.{q,k,v}_proj.weight             | all            |
+|                                            | beta: attn.b_proj.weight                                       | all            |
 |                                            | decay: attn.a_proj.weight                                      | gdn pgdn       |
 |                                            | decay, gate: attn.f_proj.0.weight, attn.g_proj.0.weight        | kda pkda       |
 |                                            | precond_decay: attn.a_atk_proj.weight, of pkda attn.a_proj.weight | pdn pgdn pkda |
@@ -51,7 +51,6 @@ NO_DECAY = -1000.0
 MODEL = {"embedding.weight": "model.embeddings.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
 BLOCK = {  # one here -> equal parts there, by rows
     "mixer_norm.weight": ("attn_norm.weight",),
-    "mixer.qkv_proj.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
     "mixer.conv_weight": ("attn.q_conv1d.weight", "attn.k_conv1d.weight", "attn.v_conv1d.weight"),
     "mixer.A_log": ("attn.A_log",),
     "mixer.dt_bias": ("attn.dt_bias",),
@@ -67,8 +66,9 @@ BLOCK = {  # one here -> equal parts there, by rows
     "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.down_proj.weight": ("mlp.down_proj.weight",),
 }
-GATES = "mixer.gate_proj.weight"  # cut by the columns of `Mixer.gate_columns`
-COLUMNS = {"beta": "attn.b_proj.weight", "precond_decay": "attn.a_atk_proj.weight", "precond_gain": "attn.b_atk_proj.weight"}
+INPUTS = "mixer.in_proj.weight"  # cut by `Mixer.input_columns`
+COLUMNS = {name: f"attn.{name}_proj.weight" for name in "qkv"}
+COLUMNS |= {"beta": "attn.b_proj.weight", "precond_decay": "attn.a_atk_proj.weight", "precond_gain": "attn.b_atk_proj.weight"}
 SCALAR = {"decay": "attn.a_proj.weight"}
 CHANNEL = {"decay": "attn.f_proj.0.weight", "gate": "attn.g_proj.0.weight", "precond_decay": "attn.a_proj.weight"}
 # With tied gates: a name there -> the one it repeats
@@ -122,9 +122,9 @@ def _parts(here: str, rows: int, built: LanguageModel) -> Iterator[tuple[str, in
         yield MODEL[here], rows
         return
     _, layer, name = here.split(".", 2)
-    if name == GATES:
+    if name == INPUTS:
         columns = COLUMNS | (CHANNEL if built.config.mixer.decay == "channel" else SCALAR)
-        for column, size in built.blocks[int(layer)].mixer.gate_columns.items():
+        for column, size in built.blocks[int(layer)].mixer.input_columns.items():
             yield f"model.layers.{layer}.{columns[column]}", size
         return
     for there in BLOCK[name]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -109,8 +110,8 @@ class Mixer(nn.Module):
         p, c    = like scalar g, and like beta          the preconditioner's decay and gain; with tie_gates they are g and beta
         y       = RMSNorm(o) W_o                        with channel decay (RMSNorm(o) * sigmoid(x W_down' W_up' + bias)) W_o
 
-    W_qkv, W_b, W_a, W_down and so on are one matrix, `in_proj`: one product reads x for all, and x gets one gradient. `columns` says
-    where in what it gives each gate begins.
+    W_qkv, W_b, W_a, W_down and so on are one matrix, `in_proj`, whose columns `input_columns` names in order: one product reads x for
+    all, and x gets one gradient.
     Gates are computed in fp32 (fp64 in an fp64 model): a log decay near 0, rounded to bf16, would forget a long context wrongly. Their
     parameters (A_log, dt_bias, center and the preconditioner's) are weights like any other: in a bf16 model they are bf16, rounded from
     the optimizer's fp32 masters, and the gates are computed in fp32 from the rounded values.
@@ -120,8 +121,8 @@ class Mixer(nn.Module):
         super().__init__()
         self.config = config
         self.heads, self.head_dim, self.width = config.num_heads, config.head_dim, config.num_heads * config.head_dim
-        self.columns, end = _gate_columns(config)
-        self.in_proj = Linear(config.hidden_size, end)
+        self.input_columns, self.columns = _input_columns(config), _gate_columns(config)
+        self.in_proj = Linear(config.hidden_size, sum(self.input_columns.values()))
         self.conv_weight = nn.Parameter(torch.empty(3 * self.width, CONV_WIDTH))
         self._add_decay(config.mixer.decay)
         self._add_preconditioner()
@@ -358,17 +359,31 @@ def _initial(name: str, shape: torch.Size, channel: bool, generator: torch.Gener
     return torch.empty(shape).normal_(0, 0.02, generator=generator)
 
 
-def _gate_columns(config: ModelConfig) -> tuple[GateColumns, int]:
-    """Where in what `Mixer.in_proj` gives, after the 3 W columns of q, k and v, each gate's begin; and where they end."""
-    heads, rank, beta = config.num_heads, config.head_dim, 3 * config.num_heads * config.head_dim
-    columns, end = {"beta": beta}, beta + heads
+def _input_columns(config: ModelConfig) -> dict[str, int]:
+    """The rows of `Mixer.in_proj`, and so the columns of what it gives: name to number, in order."""
+    heads, rank = config.num_heads, config.head_dim
+    columns = dict.fromkeys("qkv", heads * rank) | {"beta": heads}
     if config.mixer.decay == "scalar":
-        columns["decay"], end = end, end + heads
+        columns["decay"] = heads
     if config.mixer.decay == "channel":
-        columns |= {"rank": rank, "low": end, "output": end + rank}
-        end += 2 * rank
+        columns |= {"decay": rank, "gate": rank}
+    if config.preconditioned and not (config.tie_gates and config.mixer.decay == "scalar"):
+        columns["precond_decay"] = heads
+    if config.preconditioned and not config.tie_gates:
+        columns["precond_gain"] = heads
+    return columns
+
+
+def _gate_columns(config: ModelConfig) -> GateColumns:
+    """Where the gates' columns begin; a tied gate is read from the columns of the state's own."""
+    sizes = _input_columns(config)
+    first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    own = {}
+    if config.mixer.decay == "scalar":
+        own["decay"] = first["decay"]
+    if config.mixer.decay == "channel":
+        own |= {"rank": config.head_dim, "low": first["decay"], "output": first["gate"]}
     if config.preconditioned:
-        tied = config.tie_gates and config.mixer.decay == "scalar"
-        columns["forget"], end = (columns["decay"], end) if tied else (end, end + heads)
-        columns["gain"], end = (beta, end) if config.tie_gates else (end, end + heads)
-    return GateColumns(heads, **columns, factor=2 if config.neg_eigval else 1), end
+        own["forget"] = first.get("precond_decay", first.get("decay"))
+        own["gain"] = first.get("precond_gain", first["beta"])
+    return GateColumns(config.num_heads, first["beta"], **own, factor=2 if config.neg_eigval else 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.gates import head_gates
 from pdn_train import export, import_fla, interchange, weights
 from pdn_train.config import ModelConfig
 from pdn_train.hf_tokenizer import to_json
@@ -74,11 +75,11 @@ def test_rows_go_where_the_names_say(folders):
     model, _, folder = folders("pkda")
     stored, mixer = load_file(folder / SINGLE), model.blocks[1].mixer
     width = mixer.width
-    assert torch.equal(stored["model.layers.1.attn.k_proj.weight"], mixer.qkv_proj.weight[width : 2 * width])
+    assert torch.equal(stored["model.layers.1.attn.k_proj.weight"], mixer.in_proj.weight[width : 2 * width])
     assert torch.equal(stored["model.layers.1.attn.v_conv1d.weight"][:, 0], mixer.conv_weight[2 * width :])
     assert torch.equal(stored["model.layers.1.mlp.up_proj.weight"], model.blocks[1].mlp.gate_up_proj.weight[48:])
     names = ("b_proj", "f_proj.0", "g_proj.0", "a_proj", "b_atk_proj")  # the columns beta, decay, gate, precond_decay, precond_gain
-    parts = mixer.gate_proj.weight.split(list(mixer.gate_columns.values()))
+    parts = mixer.in_proj.weight.split(list(mixer.input_columns.values()))[3:]
     assert all(torch.equal(stored[f"model.layers.1.attn.{n}.weight"], part) for n, part in zip(names, parts, strict=True))
     assert torch.equal(stored["lm_head.weight"], stored["model.embeddings.weight"])
 
@@ -94,8 +95,8 @@ def test_pdn_goes_as_a_pgdn_that_computes_the_same(folders, tmp_path):
     ids = torch.randint(0, 512, (2, 70), generator=torch.Generator().manual_seed(0))
     mixer = as_pgdn.blocks[0].mixer
     with torch.no_grad():
-        columns = mixer._project(torch.randn(1, 70, 32))[1]
-        assert torch.equal(mixer._decay(columns).exp(), torch.ones(1, 70, 2))
+        made = head_gates(mixer.in_proj(torch.randn(1, 70, 32)), mixer.columns, mixer._gate_parameters())
+        assert torch.equal(made.decay.exp(), torch.ones(1, 70, 2))
         error = as_pgdn.double()(ids) - model.double()(ids)
         assert error.abs().max() < 1e-12 * model(ids).abs().max()
 
