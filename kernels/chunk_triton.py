@@ -39,7 +39,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels import gradients, pairs, pieces, scan, scan_backward, solve, statistic, statistic_backward
+from kernels import gradients, pairs, pieces, scan, scan_backward, solve, solve_channel, statistic, statistic_backward
 from kernels.launch import aligned
 from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
 from kernels.operands import Preconditioner, State
@@ -127,7 +127,8 @@ class _DeltaRule(torch.autograd.Function):
         a_start = a = None
         if forget is not None:
             a_start, a = statistic.forward(x, table, a_0)
-        solved = solve.forward(x, table, a_start)
+        stage = solve_channel if x.decay_kind == "channel" else solve
+        solved = stage.forward(x, table, a_start)
         maps, starts, s = None, s_0, None
         if table.cut:
             maps, made = scan.ends(x, solved, table, table.spans)

@@ -61,6 +61,13 @@ def crossing(half, C: tl.constexpr):
 
 
 @triton.jit
+def within(number, C: tl.constexpr):
+    """[C, C], true at the pairs (i, j) of one half block of level `number`: those of lower levels, and i = j."""
+    i = tl.arange(0, C) >> number
+    return i[:, None] == i[None, :]
+
+
+@triton.jit
 def decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
     """F [C, BD] fp32 of a level, from g [C, BD] of `load_decay`."""
     return tl.exp2(tl.dot(tl.where(halves(half, C), 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))

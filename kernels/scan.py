@@ -27,7 +27,20 @@ from torch import Tensor
 
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
-from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, load_tile, row_tiles, state_tiles
+from kernels.tiles import (
+    BETA,
+    KEY_READ,
+    QUERY_READ,
+    WRITE,
+    allow_descriptors,
+    chunk_states,
+    dot_precision,
+    head_tiles,
+    load_tile,
+    row_tiles,
+    state_tiles,
+    store_state,
+)
 from kernels.tuned import setting
 
 
@@ -65,7 +78,7 @@ def _scan(
     if WRITE_KEYS:
         writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
     if STORE:
-        states = state_tiles(h, first, chunks, H, head, V, K, BV, BK)
+        states = chunk_states(h, first, chunks, H, head, V, K, BV, BK)
         errors = head_tiles(u, token, tokens, H * V, head, V, BV, C)
     if OUTPUT:
         queries = head_tiles(q, token, tokens, q_stride, head, K, BK, C)
@@ -91,7 +104,7 @@ def _scan(
         key = keys.load([row, 0])
         state = S.to(key.dtype)
         if STORE:
-            states.store([place * H, column, 0], state[None])
+            store_state(states, state, place, H, column, V, BV)
         E = tl.zeros((BV, C), tl.float32)
         if VALUES:
             E = tl.trans(values.load([row, column])).to(tl.float32)

@@ -26,7 +26,18 @@ from torch import Tensor
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.scan import leave, read_by
-from kernels.tiles import BETA, KEY_READ, QUERY_READ, WRITE, allow_descriptors, dot_precision, head_tiles, row_tiles, state_tiles
+from kernels.tiles import (
+    BETA,
+    KEY_READ,
+    QUERY_READ,
+    WRITE,
+    allow_descriptors,
+    chunk_states,
+    dot_precision,
+    head_tiles,
+    row_tiles,
+    store_state,
+)
 from kernels.tuned import setting
 
 
@@ -64,7 +75,7 @@ def _scan(
     if WRITE_KEYS:
         writes = head_tiles(w, start, tokens, H * K, head, K, BK, C)
     if STORE:
-        states = state_tiles(dh, first, chunks, H, head, V, K, BV, BK)
+        states = chunk_states(dh, first, chunks, H, head, V, K, BV, BK)
         errors = head_tiles(dx, start, tokens, H * V, head, V, BV, C)
     d, e = tl.arange(0, BK), column + tl.arange(0, BV)
     inside = (e < V)[:, None] & (d < K)[None, :]
@@ -85,7 +96,7 @@ def _scan(
         key = keys.load([row, 0])
         state = dS.to(key.dtype)
         if STORE:
-            states.store([place * H, column, 0], state[None])
+            store_state(states, state, place, H, column, V, BV)
         write = key
         if WRITE_KEYS:
             write = writes.load([row, 0])

@@ -14,16 +14,12 @@ which is nilpotent (E^4 = 0 with four blocks),
 all in fp32 (the products in TF32 for 16-bit inputs, 3xTF32 for fp32). Powers of L B itself would lose everything for keys that are alike;
 blocks of 16 do not. Stored in the input dtype, N negated: what reads it adds a product to an accumulator.
 
-With a decay a channel L and QW are sums over channels of khat_i w_j exp(G_i - G_j), made level by level (`kernels.levels`), and the keys
-are written as the scans meet a state with them: kr = exp(G) khat, qr = scale exp(G) qhat, wd = exp(G_C - G) w.
+A decay a channel has `kernels.solve_channel` instead.
 
-Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 32 B and with a preconditioner w 256 B a token and head; a decay a
-channel reads 256 B (fp32: 512) and writes 768 B more.
+Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 32 B and with a preconditioner w 256 B a token and head.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -33,7 +29,6 @@ from triton.language.extra import libdevice
 
 from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
-from kernels.levels import crossing, decays, levels, load_decay, since_start, until_end, whole_chunk
 from kernels.tiles import (
     BETA,
     HIGH,
@@ -115,28 +110,12 @@ def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr,
 
 
 @triton.jit
-def _decayed_products(kw, qw, key, query, write, g, C: tl.constexpr, PRECISION: tl.constexpr):
-    """kw and qw [C, C] and what these channels add: key_i write_j exp(G_i - G_j), i > j, and query_i write_j exp(G_i - G_j), i >= j."""
-    i = tl.arange(0, C)
-    same = tl.sum(query.to(tl.float32) * write.to(tl.float32), 1)
-    qw += tl.where(i[:, None] == i[None, :], same[:, None], 0.0)
-    for number in tl.range(levels(C), num_stages=1):
-        half = 1 << number
-        F = decays(g, half, C, PRECISION)
-        pairs = crossing(half, C)
-        right = tl.trans((F * write.to(tl.float32)).to(write.dtype))
-        kw += tl.where(pairs, tl.dot((F * key.to(tl.float32)).to(key.dtype), right, input_precision=PRECISION), 0.0)
-        qw += tl.where(pairs, tl.dot((F * query.to(tl.float32)).to(query.dtype), right, input_precision=PRECISION), 0.0)
-    return kw, qw
-
-
-@triton.jit
 def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
-    t, qw, w, rows, whole, kr, qr, wd,  # outputs
-    chunks, H, q_stride, k_stride, decay_stride, scale, log_bound, eps,
+    t, qw, w, rows, whole,  # outputs
+    chunks, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, GATES: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above, the channels in blocks of BD."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -162,26 +141,14 @@ def _solve(
             a = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
             write = _write_keys(key.to(tl.float32), rk, decayed, c, a, m, log_bound, eps, DOT, PRECISION).to(key.dtype)
             store_tile(w, write, token, count, H * K, head, first, K, BD, C)
+        kw = tl.dot(key, tl.trans(write), kw, input_precision=PRECISION)
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
-        if DECAY == "channel":
-            g = load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
-            d = first + tl.arange(0, BD)
-            tl.store(whole + at * K + d, whole_chunk(g), mask=d < K)
-            here = since_start(g, C, PRECISION)
-            store_tile(kr, key.to(tl.float32) * rk[:, None] * here, token, count, H * K, head, first, K, BD, C)
-            store_tile(qr, query.to(tl.float32) * (scale * rq)[:, None] * here, token, count, H * K, head, first, K, BD, C)
-            left = until_end(g, C, PRECISION) * lacks[:, None]
-            store_tile(wd, write.to(tl.float32) * left, token, count, H * K, head, first, K, BD, C)
-            kw, qw_ = _decayed_products(kw, qw_, key, query, write, g, C, PRECISION)
-        else:
-            kw = tl.dot(key, tl.trans(write), kw, input_precision=PRECISION)
-            qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
+        qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
     gate = load_gate(beta, token, count, H, head, C)
     store_row(rows, gate, BETA, at, count, C)
     store_row(rows, rk, KEY_NORM, at, count, C)
     store_row(rows, rq, QUERY_NORM, at, count, C)
-    mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
-    if DECAY == "scalar":
+    if DECAY:
         high, low = cumulate(load_gate(decay, token, count, H, head, C))
         end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
         grown = tl.exp2(high + low)
@@ -192,40 +159,33 @@ def _solve(
         store_row(rows, scale * rq * grown, QUERY_READ, at, count, C)
         store_row(rows, lacks * tl.exp2((end - high) + (end_low - low)), WRITE, at, count, C)
         mask = spans(high, low, count, C) * lacks[None, :]
-    elif DECAY == "none":
+    else:
         store_row(rows, rk, KEY_READ, at, count, C)
         store_row(rows, scale * rq, QUERY_READ, at, count, C)
         store_row(rows, lacks, WRITE, at, count, C)
+        mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
     store_tile(qw, qw_ * mask * (scale * rq)[:, None], token, count, H * C, head, 0, C, C, C)
     L = tl.where(i[:, None] > i[None, :], kw * mask * rk[:, None], 0.0)
     store_tile(t, -_solve_chunk(L, gate, C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
-    """All of `Solved` from a_start [M, H, K], the statistic before each chunk (with a preconditioner)."""
+    """-N, QW, the write keys (with a preconditioner) and the rows, from a_start [M, H, K]: the statistic before each chunk."""
     (N, H, K), C = x.k.shape, layout.chunk
     t, qw = x.k.new_empty(2, N, H, C)
     w = None if x.forget is None else x.k.new_empty(N, H, K)
-    kr, qr, wd = x.k.new_empty(3, N, H, K) if x.decay_kind == "channel" else (None,) * 3
-    rows, whole = _numbers(x, len(layout.chunks), C)
-    choice, wide = setting("solve_channel" if x.decay_kind == "channel" else "solve", x.k), x.k.dtype == torch.float32
+    M, kinds = len(layout.chunks), KINDS.value
+    numbers = torch.empty(M * H * (kinds * C + 1), dtype=torch.float32, device=x.k.device)
+    rows, whole = numbers[: M * H * kinds * C].view(M, H, kinds, C), numbers[M * H * kinds * C :].view(M, H)
+    choice, wide = setting("solve", x.k), x.k.dtype == torch.float32
     launch(
-        _solve, len(layout.chunks) * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole, kr, qr, wd,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride, x.scale, x.log_bound, x.eps,
+        _solve, M * H, x.key,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, BK=power_of_2(K), BD=min(choice.block, power_of_2(K)), C=C,
-        DECAY=x.decay_kind, PRECONDITION=x.forget is not None,
+        DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
-        SOLVE=tl.float16 if x.normalize and not wide else tl.float32, GATES=tl.float32 if wide else tl.float16,
-        num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
+        SOLVE=tl.float16 if x.normalize and not wide else tl.float32, num_warps=choice.warps,
+        num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return Solved(t, qw, w, rows, whole, kr, qr, wd)
-
-
-def _numbers(x: Inputs, M: int, C: int) -> tuple[Tensor, Tensor]:
-    """rows [M, H, 8, C] and whole [M, H] or [M, H, K], of one allocation."""
-    (_, H, K), kinds = x.k.shape, KINDS.value
-    wholes = (M, H, K) if x.decay_kind == "channel" else (M, H)
-    sizes = [M * H * kinds * C, math.prod(wholes)]
-    rows, whole = torch.empty(sum(sizes), dtype=torch.float32, device=x.k.device).split(sizes)
-    return rows.view(M, H, kinds, C), whole.view(wholes)
+    return Solved(t, qw, w, rows, whole)
