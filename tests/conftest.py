@@ -5,6 +5,11 @@ Packages are imported inside the fixtures: the kernels' tests run where torch an
 
 import json
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -73,3 +78,90 @@ def make_shards():
         return folder
 
     return make
+
+
+@dataclass(frozen=True)
+class Run:
+    """A tiny PGDN on Genesis in a folder of its own, for whole runs with real processes."""
+
+    folder: Path
+
+    STEPS, EVERY = 14, 4
+    SAME = ("step", "tokens", "loss", "lr", "grad_norm", "skipped_steps")  # what an interruption must not change, bit for bit
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "run.yaml"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "run"
+
+    def metrics(self) -> list[dict]:
+        file = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def story(self) -> list[tuple]:
+        return [tuple(entry[key] for key in self.SAME) for entry in self.metrics()]
+
+    def checkpoints(self) -> list[str]:
+        return sorted(p.name for p in (self.path / "checkpoints").glob("step_*"))
+
+    def endings(self) -> list[dict]:
+        file = self.path / "endings.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def plan(self, *faults: dict) -> str:
+        """The value of FAULT_PLAN for tests/faults/hooks."""
+        return json.dumps({"folder": str(self.folder), "faults": faults})
+
+    def met(self, number: int = 0) -> bool:
+        """Whether a planned fault has happened."""
+        return (self.folder / f"fault_{number}").exists()
+
+    def wait(self, what: Callable[[], bool], seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        """Everything a submitted job has logged."""
+        logs = sorted((self.path / "submissions").glob("*/*_log.*"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in logs)
+
+
+HOOKS = Path(__file__).parent / "faults" / "hooks"
+RUN = """
+run_dir: {folder}/run
+model: {{recurrence: pgdn, hidden_size: 32, num_layers: 2, num_heads: 2, head_dim: 16, intermediate_size: 64, vocab_size: 512}}
+data: {{path: {shards}, val_path: {shards}/val, seq_len: 64}}
+optim: {{lr: 1e-2, min_lr: 1e-3, warmup_steps: 2}}
+train: {{steps: {steps}, micro_batch: 2, global_batch: 8, precision: fp32, device: cpu}}
+checkpoint: {{every: {every}, keep: 2}}
+log: {{every: 1}}
+launch: {{cluster: local, gpus_per_node: 2, cpus_per_task: 1, minutes: 10, hang_seconds: 120}}
+"""
+
+
+@pytest.fixture(scope="session")
+def make_whole_run(tiny_shards, tmp_path_factory) -> Callable[[str], Run]:
+    """make_whole_run(name) -> Run, not started."""
+
+    def make(name: str) -> Run:
+        run = Run(tmp_path_factory.mktemp(name))
+        run.config.write_text(RUN.format(folder=run.folder, shards=tiny_shards, steps=Run.STEPS, every=Run.EVERY))
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(make_whole_run) -> Run:
+    """The run that nothing interrupts, on two ranks, through the launcher on this machine."""
+    run = make_whole_run("uninterrupted")
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.submit", str(run.config)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + run.said()
+    return run

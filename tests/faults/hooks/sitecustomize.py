@@ -1,0 +1,126 @@
+"""Faults at chosen moments, inside the real program: Python imports this file when its folder is on PYTHONPATH, and it reads FAULT_PLAN.
+
+FAULT_PLAN is JSON: {"folder": where marks are left, "faults": [{"rank", "at", "step", "act"}, ...]}. A fault happens once, over all starts of
+the job, unless "again" is true. at: what the rank says to its watchdog ("computing", "saving a checkpoint", ...), or "completing"
+(between the rename of a checkpoint and its COMPLETE), or "converting" (while DeepSpeed's converter runs). act: kill, raise, hold (wait until
+FOLDER/go appears), hang, stop (SIGSTOP), slow (sleep 0.5 s in each forward pass from here on), nan (one gradient of this step).
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PLAN = json.loads(os.environ.get("FAULT_PLAN", '{"folder": "", "faults": []}'))
+FOLDER = Path(PLAN["folder"])
+
+
+def meet(at: str, step: int | None = None) -> None:
+    for number, fault in enumerate(PLAN["faults"]):
+        if fault["rank"] != int(os.environ.get("RANK", 0)) or fault["at"] != at or fault.get("step", step) != step:
+            continue
+        mark = FOLDER / f"fault_{number}"
+        if mark.exists() and not fault.get("again"):
+            continue
+        mark.write_text(str(os.getpid()))
+        ACTS[fault["act"]]()
+
+
+def hold() -> None:
+    while not (FOLDER / "go").exists():
+        time.sleep(0.02)
+
+
+def fail() -> None:
+    raise OSError(5, "a fault of the test")
+
+
+def slow() -> None:
+    from pdn_train.model import LanguageModel
+
+    forward = LanguageModel.forward
+    LanguageModel.forward = lambda *a, **k: (time.sleep(0.5), forward(*a, **k))[1]
+
+
+def poison() -> None:
+    from pdn_train.engine import Engine
+
+    step = Engine.step
+
+    def once(self, *arguments):
+        hook = self.model.norm.register_full_backward_hook(lambda m, grad_in, grad_out: (grad_in[0] * float("nan"), *grad_in[1:]))
+        outcome = step(self, *arguments)
+        hook.remove()
+        Engine.step = step
+        return outcome
+
+    Engine.step = once
+
+
+ACTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(10_000),
+    "raise": fail,
+    "hold": hold,
+    "slow": slow,
+    "nan": poison,
+}
+
+
+def watchdog(module) -> None:
+    beat = module.Watchdog.beat
+
+    def patched(self, doing, step=None):
+        beat(self, doing, step)
+        meet(doing, self._step)
+
+    module.Watchdog.beat = patched
+
+
+def checkpoint(module) -> None:
+    complete = module._complete
+
+    def patched(folder, state):
+        meet("completing", int(folder.name[5:]))
+        complete(folder, state)
+
+    module._complete = patched
+
+
+def engine(module) -> None:
+    convert = module.to_universal
+
+    def patched(source, output):
+        convert(source, output)
+        meet("converting")
+
+    module.to_universal = patched
+
+
+PATCHES = {"pdn_train.watchdog": watchdog, "pdn_train.checkpoint": checkpoint, "pdn_train.engine": engine}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Lets the others find a module, then patches it once it has run."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            PATCHES[name](module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if PLAN["faults"]:
+    sys.meta_path.insert(0, Finder())
