@@ -120,7 +120,8 @@ def test_every_logged_step_is_on_disk_without_closing(run_dir):
 def test_validation_has_its_own_file_and_is_cut_too(run_dir):
     book = journal(run_dir)
     for step in (10, 20):
-        book.validation(Progress(step, step, step), 3.0, 64)
+        book.validation(Progress(step, step, step), 3.0, 64, {"mqar": {"accuracy": 0.5, "lengths": {"32": 0.25}}})
     cut_back(run_dir, 10)
     assert [json.loads(line)["step"] for line in run_dir.validation.read_text().splitlines()] == [10]
     assert scalars(run_dir, "validation/loss") == [(10, 3.0)]
+    assert scalars(run_dir, "validation/mqar/accuracy") == [(10, 0.5)] and scalars(run_dir, "validation/mqar/lengths/32") == [(10, 0.25)]

@@ -1,0 +1,242 @@
+"""Many runs of one configuration, compared with seeds: `python -m pdn_train.sweep yaml/sweep_X.yaml [--jobs N] [--gpus N] [--minutes M]`.
+
+A sweep file names a configuration and what varies:
+
+    base: yaml/pgdn_mqar.yaml              the configuration of every run
+    folder: runs/mqar                      run folders are FOLDER/SETTING/VARIANT/CHOICE/seed_N
+    seeds: [1, 2, 3]                       train.seed and data.seed: within a seed all variants see the same tokens in the same order
+    settings: {name: [section.key=value, ...], ...}     each is compared by itself (lengths of a task)
+    variants: {name: [...], ...}           what is compared (recurrences, ablations)
+    choices: {name: [...], ...}            the variant's best one counts, by its mean over seeds (learning rates); may be left out
+    metric: tasks/mqar/accuracy            in the last line of a run's validation.jsonl; better: higher or lower
+    pairs: [[gdn, pgdn], ...]              compared seed by seed
+
+Runs are `python -m pdn_train.train` with these overrides, N at once (--jobs), on the GPUs in turn (--gpus; 0: as the configuration says),
+the first seed of everything first. What is done is not done again, and what was interrupted goes on from its checkpoint: the same command
+resumes. After M minutes no run is started and those that go on are told to stop (they write a checkpoint). A run that fails is named with
+its log, and the others go on.
+
+Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
+its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
+second minus first, of the runs with the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pdn_train import config
+from pdn_train.compare import compare, table
+from pdn_train.config import Config, ConfigError
+from pdn_train.files import write_whole
+
+
+class SweepError(ValueError):
+    """A sweep cannot run; the message names the key and the way out."""
+
+
+class Sweep(BaseModel):
+    """A sweep file; the keys are in the module docstring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    base: str
+    folder: str
+    seeds: list[int] = Field(min_length=1)
+    settings: dict[str, list[str]] = {"all": []}
+    variants: dict[str, list[str]] = Field(min_length=1)
+    choices: dict[str, list[str]] = {"only": []}
+    metric: str = "loss"
+    better: Literal["lower", "higher"] = "lower"
+    pairs: list[list[str]] = []
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep."""
+
+    setting: str
+    variant: str
+    choice: str
+    seed: int
+    folder: Path
+    overrides: tuple[str, ...]
+    settings: Config
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".log")
+
+
+def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep, list[Run]]:
+    """The sweep and its runs, in order. folder and extra (section.key=value, for every run) replace the file's. Raises SweepError."""
+    try:
+        sweep = Sweep.model_validate(config.parse(Path(path).read_text(), str(path)))
+    except (OSError, ValidationError) as error:
+        raise SweepError(f"cannot use the sweep {path}: {error}") from error
+    for pair in sweep.pairs:
+        if len(pair) != 2 or not set(pair) <= sweep.variants.keys():
+            raise SweepError(f"{path}: pairs={pair} is not two of the variants {', '.join(sweep.variants)}")
+    root = Path(folder or sweep.folder)
+    runs = []
+    for seed in sweep.seeds:
+        for setting, first in sweep.settings.items():
+            for variant, second in sweep.variants.items():
+                for choice, third in sweep.choices.items():
+                    where = root / setting / variant / choice / f"seed_{seed}"
+                    own = (f"run_dir={where}", f"train.seed={seed}", f"data.seed={seed}")
+                    overrides = (*first, *second, *third, *extra, *own)
+                    runs.append(Run(setting, variant, choice, seed, where, overrides, config.load(sweep.base, list(overrides))))
+    for run in runs:
+        steps, every = run.settings.train.steps, run.settings.eval.every
+        if not every or steps % every:
+            raise SweepError(f"{path}: eval.every={every} must divide train.steps={steps}, so that a run ends with a validation")
+    return sweep, runs
+
+
+# ---- running ----
+
+
+def value(sweep: Sweep, run: Run) -> float | None:
+    """The metric after a run's last step; None where it is not done."""
+    file = run.folder / "validation.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    entry = json.loads(lines[-1]) if lines else {}
+    if entry.get("step") != run.settings.train.steps:
+        return None
+    for key in sweep.metric.split("/"):
+        entry = entry[key]
+    return float(entry)
+
+
+class Runner:
+    """Runs what is not done, several at once, until a deadline."""
+
+    def __init__(self, sweep: Sweep, gpus: int, deadline: float, discard: bool):
+        self._sweep, self._deadline, self._discard = sweep, deadline, discard
+        self._slots: SimpleQueue = SimpleQueue()
+        self._gpus = gpus
+        self._going: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
+
+    def run(self, runs: list[Run], jobs: int) -> list[Run]:
+        """Those that failed. Runs that the deadline kept from starting or ending are neither done nor failed."""
+        for job in range(jobs):
+            self._slots.put(job)
+        timer = threading.Timer(max(0.0, self._deadline - time.monotonic()), self._stop) if math.isfinite(self._deadline) else None
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        with ThreadPoolExecutor(jobs) as pool:
+            codes = list(pool.map(self._one, runs))
+        if timer is not None:
+            timer.cancel()
+        return [run for run, code in zip(runs, codes, strict=True) if code not in (0, 75)]
+
+    def _one(self, run: Run) -> int:
+        if time.monotonic() >= self._deadline:
+            return 75
+        slot = self._slots.get()
+        try:
+            run.folder.parent.mkdir(parents=True, exist_ok=True)
+            started = time.monotonic()
+            code = self._train(run, slot)
+            word = {0: "done", 75: "stopped"}.get(code, f"FAILED ({code}), see {run.log}")
+            print(f"{run.folder}: {word} after {time.monotonic() - started:.0f} s", flush=True)
+            if code == 0 and self._discard:
+                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+            return code
+        finally:
+            self._slots.put(slot)
+
+    def _train(self, run: Run, slot: int) -> int:
+        command = [sys.executable, "-m", "pdn_train.train", self._sweep.base, *run.overrides]
+        if self._gpus:
+            command = ["env", f"CUDA_VISIBLE_DEVICES={slot % self._gpus}", *command]
+        with run.log.open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            with self._lock:
+                self._going.add(process)
+            code = process.wait()
+            with self._lock:
+                self._going.discard(process)
+        return code
+
+    def _stop(self) -> None:
+        with self._lock:
+            for process in self._going:
+                process.send_signal(signal.SIGTERM)
+
+
+# ---- comparing ----
+
+
+def summary(sweep: Sweep, runs: list[Run]) -> dict:
+    """settings -> what `pdn_train.compare` makes of the runs that are done, and how they are to be read."""
+    values: dict = {setting: {variant: {} for variant in sweep.variants} for setting in sweep.settings}
+    for run in runs:
+        found = value(sweep, run)
+        if found is not None:
+            values[run.setting][run.variant].setdefault(run.choice, {})[str(run.seed)] = found
+    settings = {setting: compare(by_variant, sweep.pairs, sweep.better) for setting, by_variant in values.items()}
+    return {"metric": sweep.metric, "better": sweep.better, "seeds": sweep.seeds, "settings": settings}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pdn_train.sweep", description="Run a sweep, resuming it, and compare its runs.")
+    parser.add_argument("sweep", help="a file such as yaml/sweep_mqar.yaml")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once (default 1)")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="share the jobs over so many GPUs (default: leave it to each run)")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="stop after M minutes")
+    parser.add_argument("--folder", help="instead of the file's")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="for every run")
+    parser.add_argument("--only", default="", metavar="NAME,NAME", help="run these settings or variants only")
+    parser.add_argument("--discard-checkpoints", action="store_true", help="remove a run's checkpoints once it is done")
+    parser.add_argument("--summary", action="store_true", help="run nothing; print and write the table")
+    a = parser.parse_args(argv)
+    try:
+        if a.jobs < 1:
+            raise SweepError(f"--jobs {a.jobs} is below 1")
+        sweep, runs = load(a.sweep, a.folder, a.set)
+        only = {name for name in a.only.split(",") if name}
+        if unknown := only - sweep.settings.keys() - sweep.variants.keys():
+            raise SweepError(f"--only {sorted(unknown)[0]}: there are {', '.join([*sweep.settings, *sweep.variants])}")
+    except (SweepError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    failed: list[Run] = []
+    if not a.summary:
+        wanted = [r for r in runs if _chosen(r, only, sweep) and value(sweep, r) is None]
+        print(f"{len(wanted)} of {len(runs)} runs to do", flush=True)
+        failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints).run(wanted, a.jobs)
+    made = summary(sweep, runs)
+    root = Path(a.folder or sweep.folder)
+    root.mkdir(parents=True, exist_ok=True)
+    write_whole(root / "summary.json", (json.dumps(made, indent=2) + "\n").encode())
+    write_whole(root / "summary.md", table(made).encode())
+    print(table(made))
+    return 1 if failed else 0
+
+
+def _chosen(run: Run, only: set[str], sweep: Sweep) -> bool:
+    """Whether `only` names the run: of settings and variants, each where it names one of that kind."""
+    settings, variants = only & sweep.settings.keys(), only & sweep.variants.keys()
+    return (not settings or run.setting in settings) and (not variants or run.variant in variants)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""A sweep runs what is not done, resumes, says what failed; its table is the arithmetic of `statistics`; the sweeps of yaml/ are fair."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from pdn_train import estimate, sweep
+from pdn_train.compare import compare, table
+from pdn_train.sweep import Runner
+
+FOLDER = Path(__file__).resolve().parents[2] / "yaml"
+BASE = """
+run_dir: r
+model: {hidden_size: 32, num_layers: 1, num_heads: 1, head_dim: 32, vocab_size: 32, intermediate_size: 32}
+data: {mqar_pairs: 2, mqar_examples: 64, seq_len: 16}
+optim: {warmup_steps: 0, lr: 1e-2, min_lr: 0.0}
+train: {steps: 2, micro_batch: 4, global_batch: 4, precision: fp32, device: cpu}
+checkpoint: {every: 2}
+eval: {every: 1, samples: 8, tasks: [mqar]}
+"""
+SWEEP = """
+base: {base}
+folder: {folder}
+seeds: [1, 2, 3]
+settings: {{short: [data.seq_len=16], long: [data.seq_len=32]}}
+variants: {{gdn: [model.recurrence=gdn], pgdn: [model.recurrence=pgdn]}}
+metric: tasks/mqar/accuracy
+better: higher
+pairs: [[gdn, pgdn]]
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    (tmp_path / "base.yaml").write_text(BASE)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(SWEEP.format(base=tmp_path / "base.yaml", folder=tmp_path / "runs"))
+    return path
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list:
+    """Training is replaced by writing its last validation; the runs it was called for, in order."""
+    called = []
+
+    def train(self, run, slot) -> int:
+        called.append(run)
+        if run.variant == "pgdn" and run.seed == 3:
+            return 1
+        run.folder.mkdir(parents=True)
+        accuracy = 0.1 * run.seed + (0.05 + 0.01 * run.seed if run.variant == "pgdn" else 0)
+        entry = {"step": 2, "loss": 1.0, "tasks": {"mqar": {"accuracy": accuracy}}}
+        (run.folder / "validation.jsonl").write_text(json.dumps({"step": 1}) + "\n" + json.dumps(entry) + "\n")
+        (run.folder / "checkpoints").mkdir()
+        return 0
+
+    monkeypatch.setattr(Runner, "_train", train)
+    return called
+
+
+def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, capsys):
+    assert sweep.main([str(file), "--jobs", "2", "--discard-checkpoints"]) == 1
+    assert len(trained) == 12 and [run.seed for run in trained] == sorted(run.seed for run in trained)  # a seed of everything first
+    said = capsys.readouterr().out
+    assert said.count("done after") == 10 and said.count("FAILED (1), see") == 2 and "pgdn/only/seed_3.log" in said
+    assert not list((tmp_path / "runs").rglob("checkpoints"))
+    trained.clear()
+    assert sweep.main([str(file)]) == 1
+    assert {(run.variant, run.seed) for run in trained} == {("pgdn", 3)} and "2 of 12 runs to do" in capsys.readouterr().out
+    trained.clear()
+    assert sweep.main([str(file), "--summary"]) == 0 and trained == []
+    made = json.loads((tmp_path / "runs" / "summary.json").read_text())
+    pair = made["settings"]["long"]["pairs"]["gdn -> pgdn"]
+    assert pair["differences"] == {"1": pytest.approx(0.06), "2": pytest.approx(0.07)} and pair["mean"] == pytest.approx(0.065)
+    assert (tmp_path / "runs" / "summary.md").read_text().strip() in capsys.readouterr().out
+
+
+def test_a_deadline_starts_nothing_more(file, trained):
+    assert sweep.main([str(file), "--minutes", "0"]) == 0 and trained == []
+
+
+def test_only_takes_settings_and_variants(file, trained):
+    assert sweep.main([str(file), "--only", "long,gdn"]) == 0
+    assert {(run.setting, run.variant) for run in trained} == {("long", "gdn")} and len(trained) == 3
+
+
+def test_every_run_has_its_seed_its_folder_and_its_overrides(file, tmp_path):
+    loaded, runs = sweep.load(file, None, ["optim.lr=0.5"])
+    settings = [run.settings for run in runs]
+    assert len({s.run_dir for s in settings}) == 12 and all(s.optim.lr == 0.5 for s in settings)
+    assert all(s.train.seed == s.data.seed == run.seed for s, run in zip(settings, runs, strict=True))
+    assert {(run.setting, s.data.seq_len) for s, run in zip(settings, runs, strict=True)} == {("short", 16), ("long", 32)}
+
+
+def test_a_run_is_trained_for_real(file, tmp_path):
+    """One run through the trainer's own command; its result is the accuracy it wrote."""
+    file.write_text(file.read_text().replace("[1, 2, 3]", "[1]"))
+    assert sweep.main([str(file), "--only", "short,pgdn", "--set", "train.steps=1", "--set", "checkpoint.every=1", "--minutes", "5"]) == 0
+    lines = (tmp_path / "runs/short/pgdn/only/seed_1/validation.jsonl").read_text().splitlines()
+    made = json.loads((tmp_path / "runs/summary.json").read_text())
+    accuracy = json.loads(lines[-1])["tasks"]["mqar"]["accuracy"]
+    assert made["settings"]["short"]["variants"]["pgdn"]["values"]["1"] == accuracy
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("pairs: [[gdn, pgdn]]", "pairs: [[gdn, kda]]", "is not two of the variants gdn, pgdn"),
+        ("better: higher", "better: more", "better"),
+        ("seeds: [1, 2, 3]", "seeds: []", "seeds"),
+        ("data.seq_len=16", "train.steps=3, eval.every=2", "eval.every=2 must divide train.steps=3"),
+        ("data.seq_len=16", "data.seqlen=16", "unknown key 'data.seqlen'"),
+    ],
+)
+def test_refusals(file, capsys, old, new, message):
+    file.write_text(file.read_text().replace(old, new))
+    assert sweep.main([str(file), "--summary"]) == 2
+    assert message in capsys.readouterr().err
+    assert sweep.main([str(file), "--only", "short,nothing"]) == 2
+
+
+# ---- the arithmetic ----
+
+
+def test_pairs_are_compared_seed_by_seed():
+    """A constant gain under a large common spread: the pair's interval is narrow, and is that of Student's t."""
+    first, second = {"1": 1.0, "2": 5.0, "3": 9.0}, {"3": 9.12, "1": 1.10, "2": 5.11, "4": 0.0}
+    made = compare({"a": {"only": first}, "b": {"only": second}}, [["a", "b"]], "higher")
+    pair, differences = made["pairs"]["a -> b"], [0.10, 0.11, 0.12]
+    assert list(pair["differences"]) == ["1", "2", "3"] and pair["mean"] == pytest.approx(0.11)
+    assert pair["error"] == pytest.approx(statistics.stdev(differences) / math.sqrt(3))
+    assert pair["high"] - pair["mean"] == pytest.approx(4.303 * pair["error"]) and pair["low"] > 0
+    assert made["variants"]["a"]["sd"] == pytest.approx(4.0)
+
+
+def test_the_best_choice_counts_and_seeds_come_first():
+    choices = {"low": {"1": 0.5, "2": 0.6}, "high": {"1": 0.7, "2": 0.8}, "lucky": {"1": 0.99}}
+    assert compare({"a": {"x": choices["low"], **choices}}, [], "higher")["variants"]["a"]["choice"] == "high"
+    assert compare({"a": choices}, [], "lower")["variants"]["a"]["choice"] == "low"
+
+
+def test_the_table_says_better_only_where_the_interval_leaves_zero_out():
+    sure = compare(
+        {"a": {"only": {"1": 2.0, "2": 2.1}}, "b": {"only": {"1": 1.0, "2": 1.1}}, "c": {"only": {"1": 2.0}}}, [["a", "b"]], "lower"
+    )
+    unsure = compare({"a": {"only": {"1": 2.0, "2": 2.1}}, "b": {"only": {"1": 1.0, "2": 2.0}}}, [["a", "b"]], "lower")
+    text = table({"metric": "loss", "better": "lower", "settings": {"x": sure, "y": unsure}})
+    row = next(line for line in text.splitlines() if line.startswith("| a -> b"))
+    assert "better" in row.split("|")[2] and "better" not in row.split("|")[3] and "worse" not in row
+    assert "| c | 2.0000 (1) | - |" in text and "| a | 2.0500 ± 0.0707 (2) |" in text
+
+
+# ---- the sweeps of this project ----
+
+
+@pytest.mark.parametrize("name", ["sweep_mqar", "sweep_small", "sweep_ablations"])
+def test_compared_runs_differ_in_the_model_only(name):
+    """At one seed and setting: the same data, order, schedule and steps. The first comment has the command."""
+    path = FOLDER / f"{name}.yaml"
+    assert f"python -m pdn_train.sweep yaml/{name}.yaml" in path.read_text()
+    loaded, runs = sweep.load(path, None, [])
+    assert len(loaded.seeds) >= 3 and loaded.pairs
+    trees: dict = {}
+    for run in (run for run in runs if run.seed == loaded.seeds[0]):
+        tree = run.settings.model_dump()
+        del tree["run_dir"], tree["model"]
+        assert trees.setdefault(run.setting, tree) == tree
+    models = {run.variant: run.settings.model for run in runs}
+    assert len({str(m) for m in models.values()}) == len(models)
+
+
+def test_mqar_takes_the_lengths_of_both_cuts_at_equal_tokens():
+    loaded, runs = sweep.load(FOLDER / "sweep_mqar.yaml", None, [])
+    seen = {(s.data.mqar_pairs, s.data.seq_len) for s in (run.settings for run in runs)}
+    assert {(64, 256), (64, 512), (64, 1024), (64, 2048), (32, 256), (128, 1024), (256, 2048)} == seen
+    assert all(s.train.global_batch * s.data.seq_len == 65_536 for s in (run.settings for run in runs))
+
+
+def test_small_models_are_of_one_size():
+    loaded, runs = sweep.load(FOLDER / "sweep_small.yaml", None, [])
+    sizes = {run.variant: estimate.parameters(run.settings.model) for run in runs}
+    assert set(sizes) == {"dn", "pdn", "gdn", "pgdn", "kda", "pkda"} and all(20e6 < n < 60e6 for n in sizes.values())
+    assert max(sizes.values()) / min(sizes.values()) < 1.04
