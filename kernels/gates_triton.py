@@ -2,7 +2,7 @@
 
     beta, c = sigmoid(x) ;  g, p = -exp(A_log) softplus(x + dt_bias)            x: a gate's raw columns, one a head, or one a channel
 
-    dx = dbeta beta (1 - beta) ;  dx = ddt_bias_t = -dg exp(A_log) sigmoid(x + dt_bias) ;  dA_log_t = dg g         sums over t: `kernels.sums`
+    dx = dbeta beta (1 - beta) ;  dx = ddt_bias_t = -dg exp(A_log) sigmoid(x + dt_bias) ;  dA_log_t = dg g        summed in `kernels.sums`
 
 All in fp32. softplus is max(x, 0) + log(1 + exp(-|x|)), the logarithm as a series of its own: a rate of 0.001 keeps its digits.
 """
@@ -132,10 +132,9 @@ def gate_rows_backward(
         if FORGET == DECAY:
             grad += _gradient(dforget, to, there)
         _decay_backward(columns, at, DECAY, A_log, dt_bias, grad, dcolumns, dat, sums, h, H, there)
-    if FORGET is not None:
-        if FORGET != DECAY:
-            grad = _gradient(dforget, to, there)
-            _decay_backward(columns, at, FORGET, forget_A_log, forget_dt_bias, grad, dcolumns, dat, sums + 2 * H, h, H, there)
+    if FORGET is not None and FORGET != DECAY:
+        grad = _gradient(dforget, to, there)
+        _decay_backward(columns, at, FORGET, forget_A_log, forget_dt_bias, grad, dcolumns, dat, sums + 2 * H, h, H, there)
     if LOW is not None:
         _handed_on(dlow, dcolumns, t, tokens, dstride, LOW, R, BR)
         _handed_on(doutput, dcolumns, t, tokens, dstride, OUTPUT, R, BR)
@@ -174,8 +173,8 @@ def _gates(
 ):  # fmt: skip
     """`gate_rows` alone."""
     gate_rows(
-        columns, A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center, tl.program_id(0), tokens, stride,
-        H, BETA, DECAY, FORGET, GAIN, FACTOR, BH, BT,
+        columns, A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
+        tl.program_id(0), tokens, stride, H, BETA, DECAY, FORGET, GAIN, FACTOR, BH, BT,
     )  # fmt: skip
 
 

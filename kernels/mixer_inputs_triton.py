@@ -26,8 +26,8 @@ def _forward(
     x, weight, initial, blocks, q, k, v, final,
     A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
     conv_programs, tokens, units,
-    UNIT: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    UNIT: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
     H: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, FORGET: tl.constexpr, GAIN: tl.constexpr, FACTOR: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,8 @@ def _backward(
     x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial,
     A_log, dt_bias, forget_A_log, forget_dt_bias, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, sums,
     conv_programs, tokens, units, dx_units,
-    UNIT: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    UNIT: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
     H: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, FORGET: tl.constexpr, GAIN: tl.constexpr, FACTOR: tl.constexpr,
     BH: tl.constexpr, LOW: tl.constexpr, OUTPUT: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip

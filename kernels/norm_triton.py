@@ -1,10 +1,11 @@
 """RMSNorm in Triton: plain, with KDA's output gate, and with the residual stream's addition, one launch forward.
 
-    r = 1 / sqrt(mean(x^2) + eps) ;  y = x r w [sigmoid(z)],  z = gate + bias                     with a residual: x = stream + x first
-    u = dy w [sigmoid(z)] ;  dx = r u - x r^3 mean(u x) [+ dstream] ;  dw = sum dy x r [sigmoid(z)] ;  dz = dy x r w sigmoid(z) (1 - sigmoid(z))
+    r = 1 / sqrt(mean(x^2) + eps) ;  y = x r w [sigmoid(z)],  z = gate + bias                    with a residual: x = stream + x first
+    u = dy w [sigmoid(z)] ;  dx = r u - x r^3 mean(u x) [+ dstream] ;  dw = sum dy x r [sigmoid(z)]
+    dz = dy x r w sigmoid(z) (1 - sigmoid(z))
 
 Rows [N, G, D]: a program has whole rows of one g, G = 1 but where a bias [G, D] is shared by the rows of each g (a head). Statistics are
-computed again in the backward pass, whose programs walk over many rows and add up dw and dbias on the way; `kernels.sums` adds the programs'.
+computed again in the backward pass, whose programs walk over many rows and add up dw and dbias on the way (`kernels.sums`).
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ class Mixer(nn.Module):
 
     W_qkv, W_b, W_a, W_down and so on are one matrix, `in_proj`, whose columns `input_columns` names in order: one product reads x for
     all, and x gets one gradient.
-    Gates are computed in fp32 (fp64 in an fp64 model): a log decay near 0, rounded to bf16, would forget a long context wrongly. Their
+    Gates are computed in fp32 (fp64 in an fp64 model); only the channel decay of the Triton kernels is stored in 16 bits, what that costs
+    is said in `kernels.gates`. Their
     parameters (A_log, dt_bias, center and the preconditioner's) are weights like any other: in a bf16 model they are bf16, rounded from
     the optimizer's fp32 masters, and the gates are computed in fp32 from the rounded values.
     """

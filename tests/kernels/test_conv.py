@@ -103,7 +103,8 @@ X, WEIGHT = torch.zeros(2, 6, D), torch.zeros(D, W)
         (dict(cu_seqlens=torch.tensor([0, 12])), ["cu_seqlens", "B = 1", "B = 2"]),
         (dict(x=X[:1], cu_seqlens=torch.tensor([0, 5])), ["cu_seqlens", "5", "6"]),
         (dict(x=X[:1], cu_seqlens=torch.tensor([0, 2, 6]), initial_state=torch.zeros(1, 3, D)), ["initial_state", "[2, 3, 5]"]),
-        (dict(backend="triton"), ["backend", "triton"]),
+        (dict(backend="reference"), ["backend", "reference"]),
+        (dict(weight=torch.zeros(D, 3), backend="triton"), ["weight", "[5, 3]", "3 taps"]),
     ],
 )
 def test_wrong_argument(arguments, words):
