@@ -59,9 +59,9 @@ class Submission:
 
     @property
     def job(self) -> str | None:
-        """SLURM's or submitit's job id, once it has one."""
-        found = list(self.folder.glob("*_submitted.pkl"))
-        return found[0].name.removesuffix("_submitted.pkl") if found else None
+        """SLURM's or submitit's id of the newest job, once there is one."""
+        found = sorted(self.folder.glob("*_submitted.pkl"), key=lambda p: p.stat().st_mtime_ns)
+        return found[-1].name.removesuffix("_submitted.pkl") if found else None
 
 
 def submissions(run_dir: RunDir) -> list[Submission]:

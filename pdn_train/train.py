@@ -30,11 +30,13 @@ from pdn_train.heartbeat import begin_attempt
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
 from pdn_train.mqar import MqarError, open_examples
+from pdn_train.nodecheck import NodeError, check_nodes
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Profiler
 from pdn_train.rundir import Lease, RunDir, RunDirError
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest, leave
+from pdn_train.stragglers import OwnTime
 from pdn_train.tasks import EvaluationError, Options, Subject, evaluate_loss, run_tasks
 from pdn_train.tokenizer import Tokenizer
 from pdn_train.watchdog import Watchdog
@@ -49,6 +51,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
     accumulation = config.accumulation(world.size)
     run_dir = RunDir(Path(config.run_dir))
     with take(run_dir, world) as lease:
+        watchdog.beat("checking the nodes")
+        check_nodes(world, run_dir.logs, sum(estimate.memory_per_gpu(config, world.size).values()))
         checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint, world)
         watchdog.beat("checking the checkpoints")
         saved = checkpoints.newest()
@@ -73,6 +77,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         loader = build_loader(samples, accumulation, config, world)
         journal = Journal(run_dir, world, progress, pace(config, world), config.train.steps, config.log.every, config.train.max_nonfinite)
         profiler = Profiler(config.profile, run_dir.tensorboard, world)
+        own_time = OwnTime(engine.model, world)
         tokens_per_step = config.train.global_batch * config.data.seq_len
 
         def save(in_streak: bool = False) -> None:
@@ -86,7 +91,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         with closing(loader.steps(progress.position)) as steps:
             while progress.step < config.train.steps:
                 watchdog.beat("reading samples", progress.step)
-                batches, position, fault = take_batches(steps)
+                with own_time.reading():
+                    batches, position, fault = take_batches(steps)
                 # One small exchange between the hosts a step: its targets, and whether any rank was told to stop or cannot read its samples
                 watchdog.beat("meeting the other ranks")
                 flags = [stop.name is not None, lease.lost is not None, fault is not None]
@@ -103,6 +109,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
                     outcome = engine.step(batches, rate, targets)
                 progress = replace(progress, step=progress.step + 1, position=position, tokens=progress.tokens + tokens_per_step)
                 journal.add(progress, engine.rate, outcome)
+                if progress.step % config.log.every == 0:
+                    own_time.report(config.log.every)
                 if config.eval.every and progress.step % config.eval.every == 0:
                     settled = journal.flush()
                     watchdog.beat("validating")
@@ -264,12 +272,16 @@ EXPECTED = (
     Disagreement,
     EvaluationError,
     MqarError,
+    NodeError,
     NonfiniteError,
     RunDirError,
     ShardError,
     WeightsError,
     WorldError,
 )
+
+
+ELSEWHERE = (Disagreement, NodeError)  # of these, what another rank says for itself, or what another node may not have
 
 
 DRY_RUN = "print parameters, FLOPs, memory, tokens and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
@@ -294,7 +306,7 @@ def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -
         world.barrier()  # a rank that leaves while another still talks to it takes that one down
     except BaseException as error:
         if watchdog is not None:
-            watchdog.end("failed", error, final=isinstance(error, EXPECTED) and not isinstance(error, Disagreement))
+            watchdog.end("failed", error, final=isinstance(error, EXPECTED) and not isinstance(error, ELSEWHERE))
         raise
     watchdog.end("done" if code == 0 else "stopped")
     world.stop()

@@ -1,0 +1,184 @@
+"""How runs are doing: `python -m launch.status RUN_DIR...`. One run in full, several as a table.
+
+Reads the run's own files, and asks `squeue` where the newest submission is a SLURM job. Needs neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.requeue import read_endings
+from launch.snapshot import submissions
+from pdn_train.config import ConfigError, load
+from pdn_train.heartbeat import Word, newest_attempt, obituary, read_words
+from pdn_train.rundir import RunDir
+
+SILENT_SECONDS = 60  # a watchdog writes every 5 s at most
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run. Values that are not known are None."""
+
+    run: Path
+    job: str | None
+    state: str
+    step: int | None
+    steps: int | None
+    tokens_per_second: float | None
+    eta_seconds: float | None
+    loss: float | None
+    checkpoint: str | None  # newest whole one
+    restarts: int
+    heard_seconds: float | None  # since the last word of any rank
+
+
+def status(path: Path) -> Status:
+    """Raises ConfigError where the folder is no run's."""
+    run_dir = RunDir(path)
+    if not run_dir.config.exists():
+        raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
+    steps = load(run_dir.config).train.steps
+    made = submissions(run_dir)
+    job = made[-1].job if made else None
+    attempt = newest_attempt(run_dir.heartbeats)
+    words = read_words(attempt) if attempt is not None else []
+    last = _last_line(run_dir.metrics)
+    heard = time.time() - max(word.time for word in words) if words else None
+    queue = in_queue(job) if made and made[-1].config.launch.cluster == "slurm" else None
+    return Status(
+        run=path,
+        job=job,
+        state=queue.lower() if queue is not None and not (queue == "RUNNING" and words) else state(words, heard),
+        step=last.get("step"),
+        steps=steps,
+        tokens_per_second=last.get("tokens_per_second"),
+        eta_seconds=(steps - last["step"]) * last["step_seconds"] if last else None,
+        loss=last.get("loss"),
+        checkpoint=_newest_checkpoint(run_dir.checkpoints),
+        restarts=_restarts(run_dir, job, attempt),
+        heard_seconds=heard,
+    )
+
+
+def state(words: list[Word], heard_seconds: float | None) -> str:
+    """From the ranks' last words: not started | running | silent | killed | done | stopped | failed."""
+    if not words:
+        return "not started"
+    states = {word.state for word in words}
+    if "failed" in states:
+        return "failed"
+    if any(word.gone for word in words):
+        return "killed"
+    if "running" in states:
+        return "running" if heard_seconds < SILENT_SECONDS else "silent"
+    return "stopped" if "stopped" in states else "done"
+
+
+def in_queue(job: str | None) -> str | None:
+    """SLURM's word for the job's state while it is in the queue."""
+    if job is None or shutil.which("squeue") is None:
+        return None
+    asked = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
+
+
+def detail(found: Status) -> str:
+    run_dir = RunDir(found.run)
+    lines = [
+        f"{found.run}: {found.state}" + (f", job {found.job}" if found.job else ""),
+        f"  step        {_of(found.step, found.steps)}" + (f"   loss {found.loss:.4f}" if found.loss is not None else ""),
+        f"  speed       {_rate(found.tokens_per_second)}   ETA {_hours(found.eta_seconds)}",
+        f"  checkpoint  {found.checkpoint or 'none'}",
+        f"  restarts    {found.restarts}",
+    ]
+    lines += [f"  last heard  {found.heard_seconds:.0f} s ago"] if found.heard_seconds is not None else []
+    for ending in read_endings(run_dir)[-5:]:
+        lines.append(f"  ended       job {ending.job}, start {ending.restart}: {ending.how} at step {ending.step}" + _because(ending.error))
+    attempt = newest_attempt(run_dir.heartbeats)
+    if attempt is not None and found.state in ("failed", "killed", "silent"):
+        lines += ["", obituary(attempt)]
+    return "\n".join(lines)
+
+
+def table(found: list[Status]) -> str:
+    rows = [("run", "job", "state", "step", "tok/s", "ETA", "loss", "checkpoint", "restarts")]
+    for one in found:
+        rate, loss = _rate(one.tokens_per_second), "-" if one.loss is None else f"{one.loss:.4f}"
+        row = (
+            str(one.run),
+            one.job or "-",
+            one.state,
+            _of(one.step, one.steps),
+            rate.removesuffix(" tok/s"),
+            _hours(one.eta_seconds),
+            loss,
+        )
+        rows.append((*row, one.checkpoint or "none", str(one.restarts)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _last_line(file: Path) -> dict:
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in reversed(lines):
+        try:
+            return json.loads(line)
+        except ValueError:  # being written just now
+            continue
+    return {}
+
+
+def _newest_checkpoint(root: Path) -> str | None:
+    """By its mark; whether every file is what it was is checked when it is loaded."""
+    whole = [p.parent.name for p in root.glob("step_*/COMPLETE") if p.parent.name[5:].isdigit()]
+    return max(whole, key=lambda name: int(name[5:]), default=None)
+
+
+def _restarts(run_dir: RunDir, job: str | None, attempt: Path | None) -> int:
+    """SLURM's own count, where it made the newest start; else the starts that followed an ending."""
+    if attempt is not None and job is not None and attempt.name.startswith(f"{job}.") and attempt.name != f"{job}.0":
+        return int(attempt.name.rpartition(".")[2])
+    return max((ending.restart for ending in read_endings(run_dir)), default=0)
+
+
+def _of(step: int | None, steps: int | None) -> str:
+    return f"{step or 0}/{steps}"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} tok/s"
+
+
+def _hours(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _because(error: str | None) -> str:
+    return f": {error.splitlines()[0][:200]}" if error else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="launch.status", description="How runs are doing.")
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR")
+    try:
+        found = [status(Path(run)) for run in parser.parse_args(argv).runs]
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(detail(found[0]) if len(found) == 1 else table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
