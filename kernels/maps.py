@@ -212,8 +212,10 @@ class _Arrive(torch.autograd.Function):
 
 
 def follow(maps: Tensor, x: Tensor, made: Tensor) -> Tensor:
-    """maps x + made; maps [..., H] for x [..., H, K], or [..., H, K, K] for x [..., H, K, V]."""
-    return made + (maps @ x if maps.dim() == x.dim() else maps[..., None] * x)
+    """maps x + made; maps [R, H] for x [R, H, K], or [R, H, K, K] for x [R, H, K, V]."""
+    if maps.dim() < x.dim():
+        return torch.addcmul(made, maps[..., None], x)
+    return torch.baddbmm(*(part.flatten(0, 1) for part in (made, maps, x))).view_as(x)
 
 
 def chain(maps: Tensor, made: Tensor, start: Tensor | None = None) -> Tensor:

@@ -95,7 +95,7 @@ def connect(world: World, timeout_seconds: int) -> Line | None:
         return GroupWire(own)
 
     whole = group(lambda rank: rank // world.sequence)
-    if per_node == world.sequence or world.sequence % per_node:
+    if not _has_nodes(world.sequence, per_node):
         return Line(whole, per_node)
     return Line(whole, per_node, group(lambda rank: rank // per_node), group(lambda rank: (rank // world.sequence, rank % per_node)))
 
@@ -214,5 +214,10 @@ def seconds(method: Method, ranks: int, per_node: int, states: int, key: int, va
 
 def choose(ranks: int, per_node: int, states: int, key: int, value: int, network: Network = Network()) -> Method:
     """The fastest way to carry `states` (rows x heads) states [key, value] over `ranks` ranks, `per_node` of them on a node."""
-    possible = [m for m in METHODS if m != "hierarchical" or (per_node < ranks and ranks % per_node == 0)]
+    possible = [m for m in METHODS if m != "hierarchical" or _has_nodes(ranks, per_node)]
     return min(possible, key=lambda m: seconds(m, ranks, per_node, states, key, value, network))
+
+
+def _has_nodes(ranks: int, per_node: int) -> bool:
+    """Whether the ranks fill several nodes with several of them each."""
+    return 1 < per_node < ranks and ranks % per_node == 0

@@ -9,13 +9,18 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
 
+from kernels.maps import Piece
 from kernels.recurrence import RECURRENCES
+from pdn_train.sequence import METHODS, Line, Network, choose, seconds
 
 WORKER = Path(__file__).with_name("sequence_worker.py")
 worker = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("sequence_worker", WORKER))
@@ -34,7 +39,7 @@ def launch(ranks: int, file: Path, *arguments: str) -> str:
 def found(tmp_path_factory):
     """[what each of four ranks found, {case: {name: tensor}}]."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(4, WORKER, str(folder), "torch")
+    launch(4, WORKER, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -42,9 +47,9 @@ def found(tmp_path_factory):
 def judge(recurrence: str, layout: str, loss: str, ranks: int) -> dict[str, torch.Tensor]:
     """Outputs, final states and gradients of the whole, in fp64; `ranks` only says which tokens the loss "last" sees."""
     whole = worker.inputs(recurrence, layout)
-    rows, starts = worker.LAYOUTS[layout]
-    cu_seqlens = None if starts is None else torch.tensor([*starts, rows * worker.LENGTH])
-    w = worker.seen(whole, loss, ranks)
+    rows, length, starts = worker.layout_of(layout)
+    cu_seqlens = None if starts is None else torch.tensor([*starts, rows * length])
+    w = worker.seen(whole, loss, length, ranks)
     t = {name: x.requires_grad_() for name, x in whole.items() if not name.startswith("w_")}
     o, s, a = worker.run(t, cu_seqlens, "reference")
     gradients = torch.autograd.grad(worker.weighted(o, s, a, *w), list(t.values()))
@@ -79,3 +84,123 @@ def test_every_output_and_gradient_on_every_rank(found, recurrence, ranks):
     told = {(case[1:3], name): e for case in cases for name, e in errors(case, found).items()}
     assert len(cases) == len(worker.LAYOUTS) + 4
     assert all(e <= 1e-5 for e in told.values()), {name: e for name, e in told.items() if not e <= 1e-5}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("recurrence", list(RECURRENCES))
+def test_long_sequences_against_heads_cut_instead(found, recurrence, ranks):
+    """An independent road: all-to-all, then whole sequences of some heads on every rank."""
+    cases = [case for case in worker.long_cases() if case[0] == recurrence and case[-1] == ranks]
+    for case in cases:
+        for name in found[0][case, "by heads"]:
+            ours, theirs = ([found[rank][key][name] for rank in range(ranks)] for key in (case, (case, "by heads")))
+            if name[1:] in worker.SHARED:
+                ours, theirs = [sum(ours)], [sum(theirs)]
+            assert all(error(x, y.double()) <= 1e-5 for x, y in zip(ours, theirs, strict=True)), (case, name)
+
+
+class ThreadWire:
+    """A line of threads: a queue for each pair."""
+
+    def __init__(self, queues: dict, rank: int, size: int):
+        self._queues, self.rank, self.size = queues, rank, size
+
+    def gather(self, x):
+        for other in range(self.size):
+            self._queues[self.rank, other].put(x)
+        return torch.stack([self._queues[other, self.rank].get(timeout=60) for other in range(self.size)])
+
+    def exchange(self, give, to, take, source):
+        if give is not None and 0 <= to < self.size:
+            self._queues[self.rank, to].put(give.clone())
+        if take is not None and 0 <= source < self.size:
+            take.copy_(self._queues[source, self.rank].get(timeout=60))
+
+
+def thread_lines(ranks: int, per_node: int, method: str) -> list[Line]:
+    """The lines of `ranks` threads, as if `per_node` of them were on a node."""
+    whole, node, across = ([defaultdict(Queue) for _ in range(ranks)] for _ in range(3))
+    for queues, size in ((whole[0], ranks), *((q, per_node) for q in node), *((q, ranks // per_node) for q in across)):
+        for pair in ((i, j) for i in range(size) for j in range(size)):
+            queues[pair]  # made here: a defaultdict is not safe to grow from several threads
+    return [
+        Line(
+            ThreadWire(whole[0], rank, ranks),
+            per_node,
+            ThreadWire(node[rank // per_node], rank % per_node, per_node),
+            ThreadWire(across[rank % per_node], rank // per_node, ranks // per_node),
+            method,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("ranks, per_node", [(2, 2), (3, 3), (4, 2), (8, 4), (24, 8), (24, 4)])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_arrives_at_every_rank(method, ranks, per_node):
+    """Random maps of documents that begin at random ranks, forward and backward, against the products written out."""
+    generator = torch.Generator().manual_seed(ranks)
+    shape = (ranks, 2, 3, 16)  # ranks, rows, heads, K
+    maps = torch.randn(*shape, 16, dtype=torch.float64, generator=generator) / 4
+    made, gradient = (torch.randn(*shape, 32, dtype=torch.float64, generator=generator) for _ in range(2))
+    starts = torch.tensor([0, 2 * ranks - 2, 2 * ranks, 2 * ranks + 3])  # pieces of two tokens, two rows
+
+    def act(line: Line):
+        rank = line.whole.rank
+        relay = line.relay(Piece.cut(2 * ranks, 2, starts, rank, ranks), torch.device("cpu")).for_layer()
+        arriving, sent = relay.forth("state", lambda: (maps[rank], made[rank]))
+        return arriving, relay.back(sent, gradient[rank])
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(act, thread_lines(ranks, per_node, method)))
+    for row, begins in enumerate((starts[:2], starts[2:] - 2 * ranks)):
+        begins = {start.item() for start in begins}
+        x = torch.zeros(3, 16, 32, dtype=torch.float64)
+        handed = torch.zeros_like(x)
+        for rank in range(ranks):
+            x = torch.zeros_like(x) if 2 * rank in begins else x
+            assert torch.allclose(found[rank][0][row], x, rtol=1e-12, atol=1e-12)
+            x = made[rank, row] if begins & {2 * rank, 2 * rank + 1} else maps[rank, row] @ x + made[rank, row]
+        for rank in reversed(range(ranks)):
+            assert torch.allclose(found[rank][1][row], handed, rtol=1e-12, atol=1e-12)
+            through = maps[rank, row].mT @ handed if not begins & {2 * rank, 2 * rank + 1} else 0
+            handed = torch.zeros_like(x) if 2 * rank in begins else through + gradient[rank, row]
+
+
+def test_a_layer_that_runs_again_hands_on_nothing():
+    (line,) = thread_lines(1, 1, "gather")
+    relay = line.relay(Piece.cut(4, 1, None, 0, 1), torch.device("cpu"))
+    layer, calls = relay.for_layer(), []
+    for _ in range(2):
+        layer.forth("history", lambda: calls.append(1) or (None, torch.ones(1, 3)))
+    assert len(calls) == 1
+    relay.for_layer().forth("history", lambda: calls.append(1) or (None, torch.ones(1, 3)))
+    assert len(calls) == 2, "the next layer's own"
+
+
+FAST, SLOW = Network(net_bandwidth=1e12), Network(net_latency=1e-6, net_bandwidth=1e9)
+
+
+@pytest.mark.parametrize(
+    "ranks, per_node, network, method",
+    [
+        (2, 8, Network(), "gather"),
+        (8, 8, Network(), "gather"),
+        (64, 8, Network(), "hierarchical"),
+        (64, 8, FAST, "hierarchical"),
+        (16, 1, SLOW, "pipelined"),
+        (12, 8, SLOW, "gather"),  # no whole nodes
+    ],
+)
+def test_the_way_that_is_chosen(ranks, per_node, network, method):
+    assert choose(ranks, per_node, 8, 128, 128, network) == method
+    few = choose(4, 8, 8, 128, 128, network)
+    assert few == "gather", "within a node, whatever lies between nodes"
+
+
+def test_the_crossover_is_where_the_modelled_times_cross():
+    ways = [choose(8 * nodes, 8, 8, 128, 128) for nodes in range(1, 17)]
+    assert ways == sorted(ways), "gather up to some size, then hierarchical"
+    for nodes, way in enumerate(ways, start=1):
+        times = {m: seconds(m, 8 * nodes, 8, 8, 128, 128, Network()) for m in METHODS}
+        assert times[way] == min(t for m, t in times.items() if nodes > 1 or m != "hierarchical")
