@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Sum, column_sums, partial_sums
 
-TILE = 4096  # elements at a time
+FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # elements at a time
 PROGRAMS = 528  # of a backward pass, about: 4 a multiprocessor; each has its own partial sums
 
 
@@ -97,27 +97,27 @@ def _backward(
         tl.store(bias_sums + to, db, mask=d < D)
 
 
-def _tile(D: int) -> dict:
+def _tile(D: int, elements: int) -> tuple[int, int, int]:
+    """Channels and rows of a tile, and its warps."""
     size = power_of_2(D)
-    return dict(BD=size, BR=max(1, min(64, TILE // size)), num_warps=4 if size <= TILE else 8)
+    return size, max(1, min(64, elements // size)), 4 if size <= FORWARD_TILE else 8
 
 
 def _launch_forward(x, stream, gate, bias, weight, total, y, eps) -> None:  # x [N, G, D], the others as in the kernel
     N, G, D = x.shape
-    tile = _tile(D)
+    BD, BR, warps = _tile(D, FORWARD_TILE)
     key = tuple(None if one is None else one.dtype for one in (x, stream, gate, bias, weight))
     launch(
-        _forward, G * cdiv(N, tile["BR"]), key, x, stream, gate, bias, weight, total, y, N, eps,
-        G=G, D=D, BD=tile["BD"], BR=tile["BR"], ADD=stream is not None, GATE=gate is not None, BIAS=bias is not None,
-        num_warps=tile["num_warps"],
+        _forward, G * cdiv(N, BR), key, x, stream, gate, bias, weight, total, y, N, eps,
+        G=G, D=D, BD=BD, BR=BR, ADD=stream is not None, GATE=gate is not None, BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
 
 
 def _launch_backward(x, gate, bias, weight, dy, dstream, eps) -> tuple[Tensor | None, ...]:
     """dx, dgate, dbias, dweight."""
     N, G, D = x.shape
-    tile = _tile(D)
-    part = cdiv(N, max(1, PROGRAMS // G) * tile["BR"]) * tile["BR"]
+    BD, BR, warps = _tile(D, BACKWARD_TILE)
+    part = cdiv(N, max(1, PROGRAMS // G) * BR) * BR
     blocks = cdiv(N, part)
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
     weight_sums = partial_sums(blocks * G, D, x)
@@ -125,8 +125,7 @@ def _launch_backward(x, gate, bias, weight, dy, dstream, eps) -> tuple[Tensor | 
     key = tuple(None if one is None else one.dtype for one in (x, gate, bias, weight, dy, dstream))
     launch(
         _backward, G * blocks, key, x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, N, part, eps,
-        G=G, D=D, BD=tile["BD"], BR=tile["BR"], ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None,
-        num_warps=tile["num_warps"],
+        G=G, D=D, BD=BD, BR=BR, ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
     column_sums(Sum(weight_sums, dweight), None if bias is None else Sum(bias_sums, dbias))
