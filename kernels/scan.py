@@ -33,13 +33,11 @@ from kernels.tiles import (
     QUERY_READ,
     WRITE,
     allow_descriptors,
-    chunk_states,
     dot_precision,
     head_tiles,
     load_tile,
     row_tiles,
     state_tiles,
-    store_state,
 )
 from kernels.tuned import setting
 
@@ -78,7 +76,7 @@ def _scan(
     if WRITE_KEYS:
         writes = head_tiles(w, token, tokens, H * K, head, K, BK, C)
     if STORE:
-        states = chunk_states(h, first, chunks, H, head, V, K, BV, BK)
+        states = state_tiles(h, first, chunks, H, head, V, K, BV, BK)
         errors = head_tiles(u, token, tokens, H * V, head, V, BV, C)
     if OUTPUT:
         queries = head_tiles(q, token, tokens, q_stride, head, K, BK, C)
@@ -104,7 +102,7 @@ def _scan(
         key = keys.load([row, 0])
         state = S.to(key.dtype)
         if STORE:
-            store_state(states, state, place, H, column, V, BV)
+            states.store([place * H, column, 0], tl.reshape(state, [1, BV, BK]))  # state[None] would go through shared memory
         E = tl.zeros((BV, C), tl.float32)
         if VALUES:
             E = tl.trans(values.load([row, column])).to(tl.float32)

@@ -32,11 +32,10 @@ from kernels.tiles import (
     QUERY_READ,
     WRITE,
     allow_descriptors,
-    chunk_states,
     dot_precision,
     head_tiles,
     row_tiles,
-    store_state,
+    state_tiles,
 )
 from kernels.tuned import setting
 
@@ -75,7 +74,7 @@ def _scan(
     if WRITE_KEYS:
         writes = head_tiles(w, start, tokens, H * K, head, K, BK, C)
     if STORE:
-        states = chunk_states(dh, first, chunks, H, head, V, K, BV, BK)
+        states = state_tiles(dh, first, chunks, H, head, V, K, BV, BK)
         errors = head_tiles(dx, start, tokens, H * V, head, V, BV, C)
     d, e = tl.arange(0, BK), column + tl.arange(0, BV)
     inside = (e < V)[:, None] & (d < K)[None, :]
@@ -96,7 +95,7 @@ def _scan(
         key = keys.load([row, 0])
         state = dS.to(key.dtype)
         if STORE:
-            store_state(states, state, place, H, column, V, BV)
+            states.store([place * H, column, 0], tl.reshape(state, [1, BV, BK]))  # state[None] would go through shared memory
         write = key
         if WRITE_KEYS:
             write = writes.load([row, 0])

@@ -84,26 +84,6 @@ def state_tiles(h, first, chunks, H, head, R: tl.constexpr, D: tl.constexpr, BR:
 
 
 @triton.jit
-def chunk_states(h, first, chunks, H, head, R: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """What `store_state` takes for h [M, H, R, D]. Of two axes where blocks of BR rows fit, since a tile of three would go through shared
-    memory once more, as large as it is."""
-    if R % BR == 0:
-        base = h + (first.to(tl.int64) * H + head) * (R * D)
-        return tl.make_tensor_descriptor(base, shape=[((chunks - 1) * H + 1) * R, D], strides=[D, 1], block_shape=[BR, BD])
-    else:  # Triton looks at a return after an if that is taken too
-        return state_tiles(h, first, chunks, H, head, R, D, BR, BD)
-
-
-@triton.jit
-def store_state(states, tile, place, H, row, R: tl.constexpr, BR: tl.constexpr):
-    """tile [BR, BD] as rows row .. row + BR of the state of the sequence's chunk `place`."""
-    if R % BR == 0:
-        states.store([place * H * R + row, 0], tile)
-    else:
-        states.store([place * H, row, 0], tile[None])
-
-
-@triton.jit
 def row_tiles(rows, first, chunks, H, head, C: tl.constexpr):
     """A descriptor of [1, C] tiles of one sequence and head of `rows`: a kind of chunk c of the sequence is at (c, kind * C)."""
     base = rows + (first.to(tl.int64) * H + head) * (KINDS * C)
