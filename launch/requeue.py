@@ -102,8 +102,14 @@ def settle(submission: Submission, folder: Path, job: str, restart: int, code: i
 def read_endings(run_dir: RunDir) -> list[Ending]:
     if not run_dir.endings.exists():
         return []
-    entries = [json.loads(line) for line in run_dir.endings.read_text().splitlines()]
-    return [Ending(**{key: entry[key] for key in Ending.__dataclass_fields__}) for entry in entries]
+    found = []
+    for line in run_dir.endings.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # cut short by a kill or a full disk
+            continue
+        found.append(Ending(**{key: entry[key] for key in Ending.__dataclass_fields__}))
+    return found
 
 
 def main(folder: str, code: str, job: str, restart: str) -> int:

@@ -11,6 +11,7 @@ cannot run, because something holds Python's lock, a timer of faulthandler, whic
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -49,6 +50,7 @@ class Watchdog:
 
     def start(self) -> Watchdog:
         faulthandler.enable()  # a stack on SIGSEGV, SIGBUS and the like
+        self._wind_up()
         self._word().write(self.folder)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -94,7 +96,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
-            faulthandler.dump_traceback_later(self.hang_seconds + 3 * GRACE_SECONDS, exit=True)
+            self._wind_up()
             with self._lock:
                 if self._ended.is_set():
                     return
@@ -104,13 +106,18 @@ class Watchdog:
             if trouble is not None:
                 self._end_process(trouble)
 
+    def _wind_up(self) -> None:
+        """The timer that ends the process, with all stacks, where this thread no longer gets to run."""
+        faulthandler.dump_traceback_later(self.hang_seconds + 3 * GRACE_SECONDS, exit=True)
+
     def _trouble(self) -> str | None:
         """What is wrong, in a sentence; the first to see it writes first.json."""
         first = read_first(self.folder)
         if first is None:
             first = self._hangs() or self._gone() or self._silent()
             if first is not None:
-                first = claim_first(self.folder, first)
+                with contextlib.suppress(OSError):  # with the folder gone, each rank still ends itself
+                    first = claim_first(self.folder, first)
         if first is None:
             return None
         return first.error if first.rank == self.rank else f"{first.place}, at step {first.step}, {first.doing}: {first.error}"

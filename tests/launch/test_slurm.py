@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 
-
-
 def test_requeued_from_outside(slurm, make_whole_run, uninterrupted):
     """`scontrol requeue` calls no hook; the ranks get SIGTERM."""
     run = make_whole_run("requeue")

@@ -1,0 +1,119 @@
+"""What `launch.submit` hands over, without a cluster: the sbatch script, the refusals, the snapshot, the run in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import submit
+from launch.snapshot import ROOT, Submission, submissions
+from pdn_train.config import ConfigError, LaunchConfig, load
+from pdn_train.rundir import RunDir, snapshot_code
+
+
+@pytest.fixture
+def yaml_file(tmp_path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run_dir: {tmp_path}/run\ndata: {{path: d}}\nlaunch: {{nodes: 2, gpus_per_node: 4}}\n")
+    return file
+
+
+def script(capsys, file: Path, *settings: str) -> str:
+    assert submit.main([str(file), *settings, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_neither_torch_nor_deepspeed_is_needed_to_submit():
+    code = "import sys, launch.submit, launch.status, launch.job; print([m for m in ('torch', 'deepspeed', 'triton') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_script_says_what_the_launch_section_says(yaml_file, capsys):
+    keys = ["launch.partition=h100", "launch.account=lab", "launch.constraint=ib", "launch.minutes=90", "launch.warning_seconds=300"]
+    said = script(capsys, yaml_file, *keys, "launch.cpus_per_task=12", "launch.sbatch_extra=[--qos=long, --exclusive]")
+    for flag in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=12", "time=90", "signal=USR2@300", "partition=h100"):
+        assert f"#SBATCH --{flag}\n" in said
+    for flag in ("account=lab", "constraint=ib", "qos=long", "exclusive", "requeue", "job-name=run"):
+        assert f"#SBATCH --{flag}\n" in said
+    assert "--cpus-per-task=12 --kill-on-bad-exit=1" in said and "torchrun" not in said
+    assert not (yaml_file.parent / "run").exists(), "a dry run writes nothing"
+    assert subprocess.run(["bash", "-n"], input=said, text=True, check=True).returncode == 0
+
+
+def test_what_has_no_key_of_its_own(yaml_file, capsys):
+    said = script(capsys, yaml_file, "launch.sbatch_extra=['--gres=gpu:h100:4']", "launch.requeue=false", "launch.python=python3.12")
+    assert "--gres=gpu:h100:4" in said and "gpus-per-node" not in said
+    assert "#SBATCH --no-requeue\n" in said and "\npython3.12 -u -m launch.requeue" in said
+    said = script(capsys, yaml_file, "launch.setup=[module load cuda]", "launch.srun_extra=[--container-image=/i.sqsh]")
+    assert "\nset -e\n" in said and "\nmodule load cuda\n" in said and said.index("module load cuda") < said.index("srun --unbuffered")
+    assert said.count("--container-image=/i.sqsh") == 2, "the ranks, and what decides after them"
+    assert "gpus-per-node" not in script(capsys, yaml_file, "train.device=cpu")
+
+
+def test_a_time_limit_shorter_than_the_warning(yaml_file, capsys):
+    assert "signal=USR2@30\n" in script(capsys, yaml_file, "launch.minutes=1")
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["launch.sbatch_extra=[qos=long]"], "'qos=long' is not of the form --option"),
+        (["launch.sbatch_extra=['--time=5']"], "'--time=5' is set by the other keys"),
+        (["train.global_batch=100"], "train.global_batch=100 is not a multiple of"),
+        (["launch.cluster=local"], "launch.nodes=2 with launch.cluster=local"),
+        (["launch.nods=3"], "did you mean 'launch.nodes'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(yaml_file, capsys, settings, said):
+    assert submit.main([str(yaml_file), *settings]) == 2
+    assert said in capsys.readouterr().err and not (yaml_file.parent / "run").exists()
+
+
+def test_two_runs_of_a_sweep_need_two_folders(yaml_file, capsys):
+    other = yaml_file.with_name("other.yaml")
+    other.write_text(yaml_file.read_text())
+    assert submit.main([str(yaml_file), str(other)]) == 2
+    assert "stands in two of the files" in capsys.readouterr().err
+    other.write_text(yaml_file.read_text().replace("/run", "/other"))
+    assert submit.main([str(yaml_file), str(other), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("#!/bin/bash") == 2
+
+
+def test_no_slurm_no_submission(yaml_file, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert submit.main([str(yaml_file)]) == 2
+    assert "there is no srun on this machine" in capsys.readouterr().err and not (yaml_file.parent / "run").exists()
+
+
+def test_a_submission_holds_what_it_will_run(yaml_file):
+    config = load(yaml_file, ["optim.lr=3e-4"])
+    first, second = (Submission.create(config, ["launch.submit", "x"]) for _ in range(2))
+    assert [s.folder.name for s in submissions(RunDir(Path(config.run_dir)))] == ["0001", "0002"]
+    assert first.config == config and first.folder.is_absolute()
+    assert (first.code / "pdn_train" / "train.py").read_text() == (ROOT / "pdn_train" / "train.py").read_text()
+    facts = json.loads((second.folder / "submission.json").read_text())
+    assert facts["command"] == ["launch.submit", "x"]
+    run_dir = RunDir(Path(config.run_dir))
+    assert run_dir.config.exists() and (run_dir.code / "launch" / "submit.py").exists()
+
+
+def test_the_snapshot_of_a_snapshot_is_all_of_it(tmp_path):
+    """The job runs from its snapshot, which is no git checkout."""
+    code = tmp_path / "submissions" / "0001" / "code"
+    (code / "yaml").mkdir(parents=True)
+    (code / "yaml" / "x.yaml").write_text("1")
+    (code / "yaml" / "__pycache__").mkdir()
+    (code / "yaml" / "__pycache__" / "x.pyc").write_text("2")
+    (code.parent / "submission.json").write_text("{}")
+    snapshot_code(code, tmp_path / "copy")
+    assert [str(p.relative_to(tmp_path / "copy")) for p in (tmp_path / "copy").rglob("*") if p.is_file()] == ["yaml/x.yaml"]
+
+
+def test_the_warning_fits_in_the_time():
+    assert LaunchConfig(minutes=10, warning_seconds=120).warning == 120 and LaunchConfig(minutes=2, warning_seconds=120).warning == 60
+    with pytest.raises(ConfigError):
+        submit.sbatch_flags(LaunchConfig(sbatch_extra=["-p main"]))
