@@ -15,14 +15,14 @@ over longer spans, which would lose a strong decay's tiny gradient:
          + sum_{j < t} [first term of dw . w]_j                                              from row j to the next state
          + exp(G_C) <S, dS'>                                                                 from state to state
 
-With a decay a channel, exp(G) and so on stand for a factor of each channel, D1 and D2 act level by level (`_through_levels`), and the same
-sums make dg [N, H, K]. Without a preconditioner w is khat, and dw is added to dkhat. With one, dw goes on to `kernels.statistic_backward`, which also does the
-key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k (k . rk dkhat), and q likewise.
+With a decay a channel, exp(G) and so on stand for a factor of each channel, D1 and D2 act level by level (`_read_levels`), and the same
+sums make dg [N, H, K]. Without a preconditioner w is khat, and dw is added to dkhat. With one, dw goes on to `kernels.statistic_backward`,
+which also does the key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k (k . rk dkhat), and q likewise.
 
 One program a chunk and head, BLOCK key channels at a time: channels meet only in sums over them.
 
-Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx, e1, e2 (and w), h, dh, writes dq, dk (and dw): 3.1 (3.6) KB; dq and dk are read again
-for the norms, from the cache.
+Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx, e1, e2 (and w), h, dh, writes dq, dk (and dw): 3.1 (3.6) KB; dq and dk are
+read again for the norms, from the cache.
 """
 
 from __future__ import annotations
@@ -114,38 +114,70 @@ def _kept(h, dh, chunk, H, head, d, K: tl.constexpr, V: tl.constexpr, BV: tl.con
 
 
 @triton.jit
-def _through_levels(
-    grad_q, grad_k, grad_w, dg, Q, Key, W, g, e1, e2, token, count, H, head,
-    BLOCK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+def _read_levels(
+    grad, grad_g, X, W, g, e, token, count, H, head,
+    C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the four [C, BLOCK] what flows between the rows of the chunk, with a decay a channel (`kernels.levels`): per level
+    """Adds what reaches a reading query or key, X, from the rows before it, with a decay a channel (`kernels.levels`): level by level
 
-        T_q = F (D2 (F w)) ;  T_k = F (D1 (F w)) ;  T_w = F (D1^T (F k) + D2^T (F q)) ;  dg_t += sum of [T_q q + T_k k + T_w w]_i
-
-    the last over the rows i whose factor F_i holds g_t; D1 and D2 at the pairs of the level alone.
+    T = F (D (F w)) ;  dg_t += sum of [T x]_i over the rows i whose factor F_i holds g_t
     """
     for number in tl.range(0, levels(C), num_stages=1):
         half = 1 << number
         F = decays(g, half, C, PRECISION)
-        cross = crossing(half, C)
-        E1 = tl.where(cross, load_tile(e1, token, count, H * C, head, 0, C, C, C), 0.0)
-        E2 = tl.where(cross, load_tile(e2, token, count, H * C, head, 0, C, C, C), 0.0)
-        faded = (F * W.to(tl.float32)).to(W.dtype)
-        flow = F * tl.dot(E2, faded, input_precision=PRECISION)
-        grad_q += flow
-        summed = flow * Q.to(tl.float32)
-        flow = F * tl.dot(E1, faded, input_precision=PRECISION)
-        grad_k += flow
-        summed += flow * Key.to(tl.float32)
-        flow = tl.dot(tl.trans(E1), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
-        flow = F * tl.dot(tl.trans(E2), (F * Q.to(tl.float32)).to(W.dtype), flow, input_precision=PRECISION)
+        E = tl.where(crossing(half, C), load_tile(e, token, count, H * C, head, 0, C, C, C), 0.0)
+        flow = F * tl.dot(E, (F * W.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
+        grad += flow
+        grad_g = _gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
+    return grad, grad_g
+
+
+@triton.jit
+def _write_levels(
+    grad_w, grad_g, Q, Key, W, g, e1, e2, token, count, H, head,
+    C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The counterpart for the writing key: T_w = F (D1^T (F k) + D2^T (F q)) ;  dg_t += sum of [T_w w]_i over the rows i whose F_i holds g_t."""
+    for number in tl.range(0, levels(C), num_stages=1):
+        half = 1 << number
+        F = decays(g, half, C, PRECISION)
+        faded = (F * Key.to(tl.float32)).to(W.dtype)
+        E = tl.where(crossing(half, C), load_tile(e1, token, count, H * C, head, 0, C, C, C), 0.0)
+        flow = tl.dot(tl.trans(E), faded, input_precision=PRECISION)
+        faded = (F * Q.to(tl.float32)).to(W.dtype)
+        E = tl.where(crossing(half, C), load_tile(e2, token, count, H * C, head, 0, C, C, C), 0.0)
+        flow = F * tl.dot(tl.trans(E), faded, flow, input_precision=PRECISION)
         grad_w += flow
-        summed += flow * W.to(tl.float32)
-        dg = tl.dot(tl.where(halves(half, C, TURNED=True), 1.0, 0.0).to(DOT), summed.to(DOT), dg, input_precision=PRECISION)
+        grad_g = _gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
+    return grad_w, grad_g
+
+
+@triton.jit
+def _gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over the rows whose factor holds gate t."""
+    return tl.dot(tl.where(halves(half, C, TURNED=True), 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _after(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows i >= t: what is read at i from the chunk's start."""
+    t, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.dot(tl.where(i >= t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _before(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows j < t: what j writes for the chunk's end."""
+    t, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.dot(tl.where(j < t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _own(e2, token, count, H, head, C: tl.constexpr):
+    """[C]: D2 of a row and itself, where nothing decays."""
     i = tl.arange(0, C)
-    own = load_tile(e2, token, count, H * C, head, 0, C, C, C).to(tl.float32)
-    own = tl.sum(tl.where(i[:, None] == i[None, :], own, 0.0), 1)[:, None]  # a row and itself: no decay
-    return grad_q + own * W.to(tl.float32), grad_k, grad_w + own * Q.to(tl.float32), dg
+    E = load_tile(e2, token, count, H * C, head, 0, C, C, C).to(tl.float32)
+    return tl.sum(tl.where(i[:, None] == i[None, :], E, 0.0), 1)
 
 
 @triton.jit
@@ -183,53 +215,59 @@ def _gradients(
         W = Key
         if PRECONDITION:
             W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-        # from states and to states
-        grad_q = _state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
-        if DECAY == "scalar":
-            from_state += tl.sum(grad_q * Q.to(tl.float32), 1)
-        token = _again(chunks, chunk)
-        grad_k = _state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
-        if DECAY == "scalar":
-            from_state += tl.sum(grad_k * Key.to(tl.float32), 1)
-        token = _again(chunks, chunk)
-        grad_w = _state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
-        if DECAY == "scalar":
-            to_state += tl.sum(grad_w * W.to(tl.float32), 1)
-            passed += tl.sum(_kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))
-        # between rows
-        token = _again(chunks, chunk)
         if DECAY == "channel":
             g = load_decay(decay, token, count, decay_stride, head, d, K, BLOCK, C, GATE)
-            faded = since_start(g, C, PRECISION)
-            grad_q *= faded
-            grad_k *= faded
-            grad_w *= until_end(g, C, PRECISION)
-            later = (grad_q * Q.to(tl.float32) + grad_k * Key.to(tl.float32)).to(DOT)
-            grad_g = tl.dot(tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(DOT), later, input_precision=PRECISION)
-            earlier = (grad_w * W.to(tl.float32)).to(DOT)
-            grad_g = tl.dot(tl.where(i[:, None] > i[None, :], 1.0, 0.0).to(DOT), earlier, grad_g, input_precision=PRECISION)
+            grad_g = tl.zeros((C, BLOCK), tl.float32)
             grad_g += (whole_chunk(g) * _kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))[None, :]
-            grad_q, grad_k, grad_w, grad_g = _through_levels(
-                grad_q, grad_k, grad_w, grad_g, Q, Key, W, g, e1, e2, token, count, H, head, BLOCK, C, DOT, PRECISION
-            )
+        # the query that reads
+        grad_q = _state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
+        if DECAY == "channel":
+            grad_q *= since_start(g, C, PRECISION)
+            grad_g = _after(grad_g, grad_q * Q.to(tl.float32), C, DOT, PRECISION)
+            grad_q, grad_g = _read_levels(grad_q, grad_g, Q, W, g, e2, token, count, H, head, C, DOT, PRECISION)
+            grad_q += _own(e2, token, count, H, head, C)[:, None] * W.to(tl.float32)
+        else:
+            if DECAY == "scalar":
+                from_state += tl.sum(grad_q * Q.to(tl.float32), 1)
+            grad_q += tl.dot(load_tile(e2, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
+        if NORMALIZE:
+            along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
+        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
+        # the key that reads
+        token = _again(chunks, chunk)
+        grad_k = _state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
+        if DECAY == "channel":
+            grad_k *= since_start(g, C, PRECISION)
+            grad_g = _after(grad_g, grad_k * Key.to(tl.float32), C, DOT, PRECISION)
+            grad_k, grad_g = _read_levels(grad_k, grad_g, Key, W, g, e1, token, count, H, head, C, DOT, PRECISION)
+        else:
+            if DECAY == "scalar":
+                from_state += tl.sum(grad_k * Key.to(tl.float32), 1)
+            grad_k += tl.dot(load_tile(e1, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
+        if PRECONDITION:
+            store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
+        # the key that writes
+        token = _again(chunks, chunk)
+        grad_w = _state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
+        if DECAY == "channel":
+            grad_w *= until_end(g, C, PRECISION)
+            grad_g = _before(grad_g, grad_w * W.to(tl.float32), C, DOT, PRECISION)
+            grad_w, grad_g = _write_levels(grad_w, grad_g, Q, Key, W, g, e1, e2, token, count, H, head, C, DOT, PRECISION)
+            grad_w += _own(e2, token, count, H, head, C)[:, None] * Q.to(tl.float32)
             store_tile(dg, grad_g, token, count, H * K, head, d, K, BLOCK, C)
         else:
-            E2 = load_tile(e2, token, count, H * C, head, 0, C, C, C)
-            grad_q += tl.dot(E2, W, input_precision=PRECISION)
-            near = tl.dot(tl.trans(E2), Q, input_precision=PRECISION)
-            E1 = load_tile(e1, token, count, H * C, head, 0, C, C, C)
-            grad_k += tl.dot(E1, W, input_precision=PRECISION)
-            grad_w += tl.dot(tl.trans(E1), Key, near, input_precision=PRECISION)
+            if DECAY == "scalar":
+                to_state += tl.sum(grad_w * W.to(tl.float32), 1)
+                passed += tl.sum(_kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))
+            near = tl.dot(tl.trans(load_tile(e1, token, count, H * C, head, 0, C, C, C)), Key, input_precision=PRECISION)
+            grad_w += tl.dot(tl.trans(load_tile(e2, token, count, H * C, head, 0, C, C, C)), Q, near, input_precision=PRECISION)
         if PRECONDITION:
             store_tile(dw, grad_w, token, count, H * K, head, d, K, BLOCK, C)
         else:
             grad_k += grad_w
-        if NORMALIZE:
-            along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
-        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
-        if NORMALIZE and not PRECONDITION:
-            along_k += tl.sum(grad_k * Key.to(tl.float32), 1)
-        store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
+            if NORMALIZE:
+                along_k += tl.sum(grad_k * Key.to(tl.float32), 1)
+            store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
     if DECAY == "scalar":
         place = (token + i).to(tl.int64) * H + head
         grad = _around(from_state, to_state, C) + tl.load(whole + at) * passed

@@ -5,12 +5,16 @@
     dA_t = sum_{i >= t} exp(P_i - P_t) da_i                                 over all later rows of the sequence
     dkhat += b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior
 
-P is the chunk's inclusive cumulative log decay. Three launches: `_starts` makes start_c = sum_t exp(P_t) da_t, the gradient that chunk c's
-own rows give to the statistic they meet; `_chain` carries it from the last chunk, where D is the gradient of the final statistic, to the
-first, D_{c-1} = start_c + exp(P_C) D_c; `_finish` has dA_t = (the sum over the chunk's own rows) + exp(P_C - P_t) D_c, and then takes
-dkhat through the normalisation: dk = rk (dkhat - khat (khat . dkhat)).
+P is the chunk's inclusive cumulative log decay. Three launches. `_inside` does what stays inside a chunk, with dA summed over the chunk's
+own rows, and makes start = exp(P_0) dA_0, the gradient they give to the statistic the chunk meets. `_chain` carries it from the last
+chunk, where D is the gradient of the final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c. `_finish` adds what D_c gives,
 
-Cost, D = 128, 16 bit, a token and head: reads k and dw twice and dk, writes dk twice and reads it again, from the cache: 1.5 KB.
+    dkhat_t += 2 c_t exp(P_C - P_t) khat_t D ;  kappa_t = sum khat_t^2 D ;  dc_t += exp(P_C - P_t) kappa_t
+    dp_t    += exp(P_C) a_start . D + sum_{j < t} exp(P_C - P_j) c_j kappa_j
+
+and takes dkhat, then whole, through the normalisation: dk = rk (dkhat - khat (khat . dkhat)).
+
+Cost, D = 128, 16 bit, a token and head: reads k twice, dw once and dk twice, writes dk twice: 1.8 KB.
 """
 
 from __future__ import annotations
@@ -20,11 +24,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gradients import Gradients, through_norm
+from kernels.gradients import Gradients, _around
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.solve import _log2
-from kernels.tiles import KEY_NORM, LOG2E, cumulate, dot_precision, last, load_gate, load_row, load_tile, spans, spans_transposed, store_tile
+from kernels.tiles import (
+    KEY_NORM,
+    LOG2E,
+    cumulate,
+    dot_precision,
+    last,
+    load_gate,
+    load_row,
+    load_tile,
+    spans,
+    spans_transposed,
+    store_tile,
+)
 from kernels.tuned import setting
 
 STEP = 64  # chunks that the chain takes at once, at most
@@ -33,49 +49,51 @@ CHANNELS = 16  # of the chain's programs
 
 @triton.jit
 def _inside(
-    dw, khat, a_start, p_high, p_low, c, m, log_bound, eps, count,
-    C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """prior, b dw, da and dr [C, BD] of some channels, from dw and khat [C, BD] and the statistic before the chunk, a_start [BD]."""
-    i = tl.arange(0, C)
-    gained = c[:, None] * khat * khat
-    decayed = tl.where(i[:, None] == i[None, :], 0.0, spans(p_high, p_low, count, C))
-    prior = tl.exp2(p_high + p_low)[:, None] * a_start[None, :]
-    prior = tl.dot(decayed.to(DOT), gained.to(DOT), prior, input_precision=PRECISION)
-    a = prior + gained + eps
-    r = _log2(a, DOT) * (1.0 / LOG2E) - m
-    slope = tl.rsqrt(1.0 + tl.abs(r))
-    slope *= slope
-    through = tl.exp2(r * slope * (-LOG2E * log_bound)) * dw
-    dr = through * khat * slope * slope * -log_bound
-    inverse = tl.rsqrt(a)
-    return prior, through, dr * inverse * inverse, dr
-
-
-@triton.jit
-def _starts(
     k, rows, forget, gain, center, a_start, dw,  # inputs
-    dstart, keep, dcenter,  # outputs
+    dk, dforget, dgain, dcenter, dstart, keep,  # outputs, fp32 but for dk, which holds the part of the key that reads
     chunks, H, k_stride, log_bound, eps,
     K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dstart [M, H, K], keep [M, H] = exp(P_C) and dcenter [M, H], a chunk's sum. One program a chunk and head."""
+    """Formulas above. One program a chunk and head, BLOCK channels at a time."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    i = tl.arange(0, C)
     high, low = cumulate(load_gate(forget, token, count, H, head, C))
     c, m, rk = load_gate(gain, token, count, H, head, C), tl.load(center + head), load_row(rows, KEY_NORM, at, C)
-    sum_r = rk * 0.0
+    grown = tl.exp2(high + low)
+    own = i[:, None] == i[None, :]
+    earlier = tl.where(own, 0.0, spans(high, low, count, C)).to(DOT)
+    later = tl.where(own, 0.0, spans_transposed(high, low, count, C)).to(DOT)
+    sum_p, sum_c, sum_m = rk * 0.0, rk * 0.0, rk * 0.0
     for first in tl.range(0, BK, BLOCK, num_stages=1):
         d = first + tl.arange(0, BLOCK)
         khat = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C).to(tl.float32) * rk[:, None]
-        grad = load_tile(dw, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
-        start = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
-        _, _, da, dr = _inside(grad, khat, start, high, low, c, m, log_bound, eps, count, C, DOT, PRECISION)
-        tl.store(dstart + at * K + d, tl.sum(tl.exp2(high + low)[:, None] * da, 0), mask=d < K)
-        sum_r += tl.sum(dr, 1)
-    tl.store(dcenter + at, -tl.sum(sum_r))
-    tl.store(keep + at, last(tl.exp2(high + low), C, C))  # gates past the rows are zero: the sums stay
+        gained = c[:, None] * khat * khat
+        prior = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
+        prior = tl.dot(earlier, gained.to(DOT), prior, input_precision=PRECISION)
+        a = prior + gained + eps
+        r = _log2(a, DOT) * (1.0 / LOG2E) - m
+        slope = tl.rsqrt(1.0 + tl.abs(r))
+        slope *= slope
+        write = load_tile(dw, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+        write *= tl.exp2(r * slope * (-LOG2E * log_bound))
+        dr = write * khat * slope * slope * -log_bound
+        sum_m -= tl.sum(dr, 1)
+        inverse = tl.rsqrt(a)
+        da = dr * inverse * inverse
+        da = tl.dot(later, da.to(DOT), da, input_precision=PRECISION)
+        sum_p += tl.sum(prior * da, 1)
+        sum_c += tl.sum(khat * khat * da, 1)
+        tl.store(dstart + at * K + d, tl.sum(tl.where((i == 0)[:, None], grown[:, None] * da, 0.0), 0), mask=d < K)
+        write += 2 * c[:, None] * khat * da
+        read = load_tile(dk, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+        store_tile(dk, read + rk[:, None] * write, token, count, H * K, head, first, K, BLOCK, C)
+    place = (token + i).to(tl.int64) * H + head
+    tl.store(dforget + place, sum_p, mask=i < count)
+    tl.store(dgain + place, sum_c, mask=i < count)
+    tl.store(dcenter + at, tl.sum(sum_m))
+    tl.store(keep + at, last(grown, C, C))  # gates past the rows are zero: the sums stay
 
 
 @triton.jit
@@ -114,44 +132,35 @@ def _chain(
 
 @triton.jit
 def _finish(
-    k, rows, forget, gain, center, a_start, d_end, dw,  # inputs
-    dk, dforget, dgain,  # outputs; dk holds the part of the key that reads
-    chunks, H, k_stride, log_bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k, rows, forget, gain, a_start, d_end, own_forget, own_gain,  # inputs
+    dk, dforget, dgain,  # outputs; dk holds the chunk's own part
+    chunks, H, k_stride,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above. One program a chunk and head."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    i = tl.arange(0, C)
+    i, d = tl.arange(0, C), tl.arange(0, BK)
+    key = load_tile(k, token, count, k_stride, head, 0, K, BK, C).to(tl.float32)
+    grad = load_tile(dk, token, count, H * K, head, 0, K, BK, C).to(tl.float32)
+    D = tl.load(d_end + at * K + d, mask=d < K, other=0.0)
+    met = tl.sum(tl.load(a_start + at * K + d, mask=d < K, other=0.0) * D)
+    rk = load_row(rows, KEY_NORM, at, C)
     high, low = cumulate(load_gate(forget, token, count, H, head, C))
-    c, m, rk = load_gate(gain, token, count, H, head, C), tl.load(center + head), load_row(rows, KEY_NORM, at, C)
-    left = tl.exp2((last(high, C, C) - high) + (last(low, C, C) - low))  # gates past the rows are zero: the sums stay
-    sum_p, sum_c, along = rk * 0.0, rk * 0.0, rk * 0.0
-    for first in tl.range(0, BK, BLOCK, num_stages=1):
-        d = first + tl.arange(0, BLOCK)
-        key = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C).to(tl.float32)
-        khat = key * rk[:, None]
-        grad = load_tile(dw, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
-        start = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
-        prior, through, da, _ = _inside(grad, khat, start, high, low, c, m, log_bound, eps, count, C, DOT, PRECISION)
-        later = tl.where(i[:, None] == i[None, :], 0.0, spans_transposed(high, low, count, C))
-        da = tl.dot(later.to(DOT), da.to(DOT), da, input_precision=PRECISION)
-        da += left[:, None] * tl.load(d_end + at * K + d, mask=d < K, other=0.0)[None, :]
-        sum_p += tl.sum(prior * da, 1)
-        sum_c += tl.sum(khat * khat * da, 1)
-        read = load_tile(dk, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
-        grad = read + rk[:, None] * (through + 2 * c[:, None] * khat * da)
-        if NORMALIZE:
-            along += tl.sum(grad * key, 1)
-        store_tile(dk, grad, token, count, H * K, head, first, K, BLOCK, C)
-    place = (token + i).to(tl.int64) * H + head
-    tl.store(dforget + place, sum_p, mask=i < count)
-    tl.store(dgain + place, sum_c, mask=i < count)
+    c = load_gate(gain, token, count, H, head, C)
+    end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
+    left = tl.exp2((end - high) + (end_low - low))
+    kappa = rk * rk * tl.sum(key * key * D[None, :], 1)
+    grad += (2 * c * left * rk * rk)[:, None] * key * D[None, :]
     if NORMALIZE:
-        tl.debug_barrier()  # the threads read each other's stores
-        through_norm(dk, k, rk, along, token, count, k_stride, H, head, K, BK, BLOCK, C)
+        grad -= (rk * rk * tl.sum(grad * key, 1))[:, None] * key
+    store_tile(dk, grad, token, count, H * K, head, 0, K, BK, C)
+    place = (token + i).to(tl.int64) * H + head
+    kappa = left * kappa
+    tl.store(dgain + place, tl.load(own_gain + place, mask=i < count, other=0.0) + kappa, mask=i < count)
+    grad_forget = tl.exp2(end + end_low) * met + _around(kappa * 0.0, c * kappa, C)
+    tl.store(dforget + place, tl.load(own_forget + place, mask=i < count, other=0.0) + grad_forget, mask=i < count)
 
 
 def backward(
@@ -161,24 +170,36 @@ def backward(
 
     da [S, H, K] fp32: the gradient of the final statistic, None for zero.
     """
-    (_, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
+    (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
     start, d_end, da_0 = torch.empty(2 * M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, M, S])
-    keep, center = torch.empty(2, -(-M // 4) * 4, H, dtype=torch.float32, device=x.k.device)[:, :M]
-    choice, wide = setting("statistic_backward", x.k), x.k.dtype == torch.float32
-    shared = {"K": K, "BK": power_of_2(K), "BLOCK": min(choice.block, power_of_2(K)), "C": layout.chunk}
-    dots = {"DOT": tl.float32 if wide else tl.bfloat16, "PRECISION": dot_precision(x.k)}
-    options = {"num_warps": choice.warps, "num_stages": choice.stages, "maxnreg": choice.registers}
-    gates = x.forget, x.gain, x.center, a_start
-    sizes = layout.chunks, H, x.k.stride(0), x.log_bound, x.eps
-    launch(_starts, M * H, x.key, x.k, solved.rows, *gates, gradients.w, start, keep, center, *sizes, **shared, **dots, **options)
+    center, keep, *own = _buffers(((M, H), (M, H), (N, H), (N, H)), x.k.device)
+    choice, wide = setting("statistic_inside", x.k), x.k.dtype == torch.float32
+    launch(
+        _inside, M * H, x.key,
+        x.k, solved.rows, x.forget, x.gain, x.center, a_start, gradients.w, gradients.k, *own, center, start, keep,
+        layout.chunks, H, x.k.stride(0), x.log_bound, x.eps,
+        K=K, BK=power_of_2(K), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DOT=tl.float32 if wide else tl.bfloat16,
+        PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
+    )  # fmt: skip
     step = max(2, min(STEP, power_of_2(layout.longest)))
     launch(
         _chain, S * H * cdiv(K, CHANNELS), (x.key, da is None),
         start, keep, da, d_end, da_0, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, FINAL=da is not None, num_warps=4
     )  # fmt: skip
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
+    choice = setting("statistic_finish", x.k)
     launch(
-        _finish, M * H, x.key, x.k, solved.rows, *gates, d_end, gradients.w, gradients.k, dforget, dgain, *sizes,
-        **shared, NORMALIZE=x.normalize, **dots, **options,
+        _finish, M * H, x.key,
+        x.k, solved.rows, x.forget, x.gain, a_start, d_end, *own, gradients.k, dforget, dgain,
+        layout.chunks, H, x.k.stride(0),
+        K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps,
+        num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return dforget, dgain, center.sum(0), da_0
+
+
+def _buffers(sizes: tuple[tuple[int, int], ...], device: torch.device) -> list[Tensor]:
+    """fp32 tensors of these sizes out of one allocation, each from a multiple of 16 bytes on."""
+    counts = [cdiv(a * b, 4) * 4 for a, b in sizes]
+    parts = torch.empty(sum(counts), dtype=torch.float32, device=device).split(counts)
+    return [part[: a * b].view(a, b) for part, (a, b) in zip(parts, sizes, strict=True)]
