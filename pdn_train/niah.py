@@ -74,10 +74,10 @@ def prompts(variant: str, length: int, count: int, tokenizer: Tokenizer, seed: i
 
         limit = length - ANSWER_TOKENS
         units = _most(ids, limit) if units is None else units
-        whole = ids(units)
+        amount, whole = units, ids(units)
         while len(whole) > limit:  # another key or value may take a token more
-            units -= 1
-            whole = ids(units)
+            amount -= 1
+            whole = ids(amount)
         made.append(Prompt(whole, value))
     return made
 

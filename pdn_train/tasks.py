@@ -136,8 +136,10 @@ def needle(variants: tuple[str, ...], subject: Subject, options: Options) -> dic
 
 
 def _harness(tasks: tuple[str, ...] | None, subject: Subject, options: Options) -> dict:
-    from pdn_train import harness  # here: it needs the extra lm-eval
-
+    try:
+        from pdn_train import harness  # here: only it needs the extra
+    except ImportError as error:
+        raise EvaluationError(f"--tasks harness needs lm-evaluation-harness ({error}): pip install -e '.[lm-eval]'") from error
     if subject.tokenizer is None:
         raise EvaluationError(f"{subject.name} has no tokenizer.model: put the one its shards were made with there")
     names = options.harness_tasks if tasks is None else tasks

@@ -5,16 +5,19 @@ import math
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from pdn_train import evaluate, export
+from pdn_train import evaluate, export, mqar, niah
+from pdn_train.config import ConfigError, EvalConfig, build
 from pdn_train.data import Batch
 from pdn_train.shards import Shards
-from pdn_train.tasks import Options, evaluate_loss
+from pdn_train.tasks import TASKS, Options, evaluate_loss
 
 
 class Fixed(nn.Module):
@@ -129,6 +132,82 @@ def test_stdout_is_json_in_a_fresh_process(run):
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert json.loads(done.stdout) == json.loads((run[0] / "eval.json").read_text())
+
+
+# ---- recall ----
+
+
+@torch.no_grad()
+def recalled(model, pairs: int, length: int, seed: int, count: int) -> float:
+    """The accuracy, one example and one question at a time."""
+    right = []
+    for number in range(count):
+        inputs, labels = mqar.example(pairs, length, model.config.vocab_size, seed, "validation", number)
+        logits = model(torch.from_numpy(inputs)[None])[0]
+        right += [int(logits[t].argmax()) == labels[t] for t in range(length) if labels[t] != -100]
+    return sum(right) / len(right)
+
+
+def test_mqar_on_what_the_run_was_trained_on_and_on_other_lengths(tmp_path, make_run, make_model, capsys):
+    model = make_model(vocab_size=16)
+    folder = make_run(tmp_path / "run", model, {"path": None, "mqar_pairs": 2, "seq_len": 12, "seed": 5})
+    assert evaluate.main([str(folder), "--tasks", "mqar", "--samples", "40", "--device", "cpu"]) == 0
+    found = json.loads((folder / "eval.json").read_text())["mqar"]
+    expected = recalled(model, 2, 12, 5, 40)
+    assert 0 < expected < 1 and found == {"pairs": 2, "samples": 40, "accuracy": expected, "lengths": {"12": expected}}
+    assert evaluate.main([str(folder), "--tasks", "mqar", "--samples", "9", "--pairs", "3", "--lengths", "16,20", "--device", "cpu"]) == 0
+    found = json.loads((folder / "eval.json").read_text())["mqar"]
+    assert found["lengths"] == {"16": recalled(model, 3, 16, 5, 9), "20": recalled(model, 3, 20, 5, 9)}
+    capsys.readouterr()
+    assert evaluate.main([str(folder), "--tasks", "mqar", "--lengths", "6", "--device", "cpu"]) == 1
+    assert "2 pairs need an even length of at least 8 tokens, not 6" in capsys.readouterr().err
+
+
+def test_needles_at_every_length_and_into_tensorboard(run, monkeypatch, capsys):
+    """The prompts' answers are told for two of the variants; the numbers stand under the checkpoint's step, in a run of their own."""
+    folder, _ = run
+    told: dict[tuple, str] = {}
+
+    def prompts(variant, length, count, tokenizer, seed, prose):
+        assert len(prose) > 1000
+        made = niah.Prompt([length, len(told)], f"{variant} {length}")
+        told[tuple(made.ids)] = made.answer if variant != "niah_3" else "?"
+        return [made] * count
+
+    monkeypatch.setattr(niah, "prompts", prompts)
+    monkeypatch.setattr(
+        niah, "score", lambda model, tokenizer, asked, at_once: sum(told[tuple(p.ids)] == p.answer for p in asked) / len(asked)
+    )
+    assert evaluate.main([str(folder), "--tasks", "niah", "--lengths", "512,1024", "--samples", "2", "--device", "cpu"]) == 0
+    found = json.loads((folder / "eval.json").read_text())["niah"]
+    assert found["niah_1"] == found["niah_2"] == {"512": 1.0, "1024": 1.0} and found["niah_3"] == {"512": 0.0, "1024": 0.0}
+    assert found["accuracy"] == pytest.approx(2 / 3) and len(told) == 6
+    events = EventAccumulator(str(folder / "tb" / "evaluation")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("evaluation/niah/niah_2/1024")] == [(5, 1.0)]
+    assert list((folder / "tb").iterdir()) == [folder / "tb" / "evaluation"]
+
+
+def test_needles_are_looked_for_in_the_text_of_the_shards(run, tmp_path, capsys):
+    """For real: the model says nothing that holds a UUID. Prose can come from a file too."""
+    (tmp_path / "prose.txt").write_text("It was so. It is good. " * 30)
+    for more in ([], ["--prose", str(tmp_path / "prose.txt")]):
+        assert evaluate.main([str(run[0]), "--tasks", "niah_3", "--lengths", "480", "--samples", "1", "--device", "cpu", *more]) == 0
+        assert json.loads(capsys.readouterr().out)["niah_3"] == {"samples": 1, "accuracy": 0.0, "niah_3": {"480": 0.0}}
+    assert evaluate.main([str(run[0]), "--tasks", "niah_3", "--device", "cpu", "--prose", str(tmp_path / "none")]) == 1
+    assert "--prose" in capsys.readouterr().err
+
+
+def test_the_configuration_knows_the_tasks_that_can_run_while_training():
+    names = get_args(get_args(EvalConfig.model_fields["tasks"].annotation)[0])
+    assert set(names) == {name for name in TASKS if name.startswith(("mqar", "niah"))}
+    with pytest.raises(ConfigError, match="eval.tasks=.* run at validations: set eval.every"):
+        build({"run_dir": "r", "data": {"path": "d"}, "eval": {"tasks": ["niah"]}}, "x")
+    with pytest.raises(ConfigError, match="parallel.zero=3 cannot; use parallel.zero=2"):
+        data = {"path": "d", "val_path": "v"}
+        build({"run_dir": "r", "data": data, "eval": {"tasks": ["niah_1"], "every": 5}, "parallel": {"zero": 3}}, "x")
+
+
+# ---- refusals ----
 
 
 @pytest.mark.parametrize("key", ["seq_len", "reset_at_documents"])
