@@ -257,6 +257,10 @@ class Config(Section):
             raise ValueError(
                 "train.compile=true with data.reset_at_documents=true: every batch's new boundaries would compile again; use one of them"
             )
+        if self.train.compile and self.parallel.sequence > 1:
+            raise ValueError(
+                f"train.compile=true with parallel.sequence={self.parallel.sequence}: compiled blocks cannot hand states on; use one of them"
+            )
         unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
         if unknown:
             near = difflib.get_close_matches(unknown[0], keys(), n=1)

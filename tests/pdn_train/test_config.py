@@ -62,6 +62,7 @@ REFUSED = [
     ("model: {kernel: triton, precond_interval: up}", ["model.precond_interval", "model.kernel=torch"]),
     ("model: {precond_form: atq, precond_interval: up}", ["model.precond_interval=up", "atq", "use both"]),
     ("parallel: {sequence: 3}", ["parallel.sequence=3", "data.seq_len=2048"]),
+    ("parallel: {sequence: 2}\ntrain: {compile: true}", ["train.compile=true", "parallel.sequence=2", "use one of them"]),
     ("parallel: {sequence: 1024}", ["parallel.sequence=1024", "2 tokens", "needs 3"]),
     ("train: {compile: true, activation_checkpoint: selective}", ["train.compile=true", "selective", "use none or block"]),
     ("train: {compile: true}\ndata: {reset_at_documents: true, path: x}", ["train.compile=true", "data.reset_at_documents=true"]),
