@@ -1,9 +1,10 @@
 """Faults at chosen moments, inside the real program: Python imports this file when its folder is on PYTHONPATH, and it reads FAULT_PLAN.
 
-FAULT_PLAN is JSON: {"folder": where marks are left, "faults": [{"rank", "at", "step", "act"}, ...]}. A fault happens once, over all starts of
-the job, unless "again" is true. at: what the rank says to its watchdog ("computing", "saving a checkpoint", ...), or "completing"
-(between the rename of a checkpoint and its COMPLETE), or "converting" (while DeepSpeed's converter runs). act: kill, raise, hold (wait until
-FOLDER/go appears), hang, stop (SIGSTOP), slow (sleep 0.5 s in each forward pass from here on), nan (one gradient of this step).
+FAULT_PLAN is JSON: {"folder": where marks are left, "faults": [{"rank", "at", "step", "act"}, ...]}. A fault happens once, over all starts
+of the job, unless "again" is true; it leaves FOLDER/fault_N. at: what the rank says to its watchdog ("computing", "saving a checkpoint",
+...), or "completing" (between the rename of a checkpoint and its COMPLETE), or "converted" (between DeepSpeed's conversion and the load).
+act: kill, raise, hold (until FOLDER/go appears), signal (until this rank has had one), hang, stop (SIGSTOP), slow (0.5 s more in each
+forward pass from here on), nan (in one gradient of this step).
 """
 
 import importlib.abc
@@ -17,6 +18,7 @@ from pathlib import Path
 
 PLAN = json.loads(os.environ.get("FAULT_PLAN", '{"folder": "", "faults": []}'))
 FOLDER = Path(PLAN["folder"])
+SIGNALS: list[int] = []  # that this process was told of
 
 
 def meet(at: str, step: int | None = None) -> None:
@@ -32,6 +34,11 @@ def meet(at: str, step: int | None = None) -> None:
 
 def hold() -> None:
     while not (FOLDER / "go").exists():
+        time.sleep(0.02)
+
+
+def until_signalled() -> None:
+    while not SIGNALS:
         time.sleep(0.02)
 
 
@@ -67,6 +74,7 @@ ACTS = {
     "hang": lambda: time.sleep(10_000),
     "raise": fail,
     "hold": hold,
+    "signal": until_signalled,
     "slow": slow,
     "nan": poison,
 }
@@ -97,12 +105,22 @@ def engine(module) -> None:
 
     def patched(source, output):
         convert(source, output)
-        meet("converting")
+        meet("converted")
 
     module.to_universal = patched
 
 
-PATCHES = {"pdn_train.watchdog": watchdog, "pdn_train.checkpoint": checkpoint, "pdn_train.engine": engine}
+def signals(module) -> None:
+    note = module.StopRequest._note
+
+    def patched(self, number, frame):
+        SIGNALS.append(number)
+        note(self, number, frame)
+
+    module.StopRequest._note = patched
+
+
+PATCHES = {"pdn_train.signals": signals, "pdn_train.watchdog": watchdog, "pdn_train.checkpoint": checkpoint, "pdn_train.engine": engine}
 
 
 class Finder(importlib.abc.MetaPathFinder):

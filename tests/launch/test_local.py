@@ -1,0 +1,73 @@
+"""Runs through the launcher on this machine: what fails is heard, ends the job with a code that is not 0, and goes on where it can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOOKS = Path(__file__).parent.parent / "faults" / "hooks"
+
+
+def start(run, *settings: str, faults: tuple[dict, ...] = ()) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": f"{HOOKS}:{os.environ.get('PYTHONPATH', '')}", "FAULT_PLAN": run.plan(*faults)}
+    command = [sys.executable, "-m", "launch.submit", str(run.config), *settings]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, code: int) -> str:
+    said, _ = process.communicate(timeout=400)
+    assert process.returncode == code, said
+    return said
+
+
+def test_the_uninterrupted_run_leaves_what_a_run_leaves(uninterrupted):
+    assert [entry["step"] for entry in uninterrupted.metrics()] == list(range(1, uninterrupted.STEPS + 1))
+    assert [(e["how"], e["step"], e["again"]) for e in uninterrupted.endings()] == [("done", 14, False)]
+    assert (uninterrupted.path / "code" / "yaml").is_dir(), "the whole snapshot, not the Python files alone"
+    assert not (uninterrupted.path / "lease.json").exists()
+
+
+def test_a_rank_that_raises_is_tried_once_more_and_then_heard(make_whole_run):
+    run = make_whole_run("raises")
+    said = finish(start(run, faults=({"rank": 1, "at": "computing", "step": 3, "act": "raise", "again": True},)), 1)
+    assert [(e["how"], e["step"], e["again"]) for e in run.endings()] == [("crashed", 3, True), ("crashed", 3, False)]
+    assert "First to fail: rank 1" in said and "OSError: [Errno 5] a fault of the test" in said and "Traceback" in said
+    assert "it crashed twice at step 3" in said
+    assert "OSError: [Errno 5] a fault of the test" in run.said(), "submitit's own log of the task"
+
+
+def test_sigterm_to_the_launcher_then_the_same_command(make_whole_run, uninterrupted):
+    """Rank 1 was killed before: the job has started again by itself."""
+    run = make_whole_run("term")
+    faults = ({"rank": 1, "at": "computing", "step": 3, "act": "kill"}, {"rank": 0, "at": "reading samples", "step": 9, "act": "signal"})
+    process = start(run, faults=faults)
+    run.wait(lambda: run.met(1))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    said = finish(process, 75)
+    assert [(e["how"], e["again"]) for e in run.endings()] == [("crashed", True), ("stopped", True)]
+    assert run.endings()[0]["error"].startswith("the process is gone without a word") and "rank 1" in said
+    assert "step_0000000009" in run.checkpoints() and not (run.path / "lease.json").exists()
+    finish(start(run), 0)
+    assert run.story() == uninterrupted.story()
+
+
+def test_one_rank_in_this_process(make_whole_run):
+    run = make_whole_run("debug")
+    settings = ["launch.cluster=debug", "launch.gpus_per_node=1", "train.steps=2", "optim.warmup_steps=0"]
+    finish(start(run, *settings), 0)
+    assert [entry["step"] for entry in run.metrics()] == [1, 2]
+
+
+@pytest.mark.long
+def test_the_time_limit_on_this_machine(make_whole_run, uninterrupted):
+    """submitit's controller sends SIGUSR2 half a minute before the minute is over: a checkpoint, and the job goes on by itself."""
+    run = make_whole_run("limit")
+    finish(start(run, "launch.minutes=1", faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},)), 0)
+    assert [(e["how"], e["again"]) for e in run.endings()] == [("stopped", True), ("done", False)]
+    assert run.story() == uninterrupted.story()
