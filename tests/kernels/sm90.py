@@ -86,16 +86,16 @@ def variants(what: str) -> list[dict]:
     if "long" in what:
         tables.LONG = 2  # then two chunks are two pieces
 
-    dtype = torch.float32 if what == "fp32" else torch.bfloat16
+    dtype = torch.float32 if "fp32" in what else torch.bfloat16
     H, K, V, T, device = 4, 128, 128, 128, torch.device("cpu")
-    flags = [(False, False)] if "plain" in what else [(True, True)]
+    flags = [("channel" in what, False)] if "plain" in what else [(True, True)]
     with Compilations() as compilations:
         for decay, precondition in flags:
             q, k, v = (torch.zeros(T, H, D, dtype=dtype, requires_grad=True) for D in (K, K, V))
-            gate = torch.zeros(T, H)
+            gate, decays = torch.zeros(T, H), torch.zeros(T, H, K) if "channel" in what else torch.zeros(T, H)
             call = Call(layout(1, T, None, chunk_rows(k), H, device), 1.0, True, 0.4, 1e-6)
             gates = (gate, gate, torch.zeros(H)) if precondition else (None,) * 3
-            o, s, _ = _DeltaRule.apply(call, q, k, v, gate, gate if decay else None, *gates, None, None)
+            o, s, _ = _DeltaRule.apply(call, q, k, v, gate, decays if decay else None, *gates, None, None)
             torch.autograd.grad((o.sum() + s.sum()).float(), [q, k, v])
     return compilations.rows
 

@@ -5,6 +5,7 @@ In the interpreter without a GPU, in fp32 and at small shapes, as `test_triton.p
 
 import os
 from collections import OrderedDict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from kernels import decode, layout  # noqa: E402
+from kernels import decode, layout, scan_backward, solve_channel  # noqa: E402
 from kernels.chunk import Preconditioner, State  # noqa: E402
+from kernels.chunk_triton import Call  # noqa: E402
+from kernels.operands import normalize  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = 1e-5
@@ -39,10 +42,10 @@ def check(one, assert_close, tolerance=TOLERANCE):
     return got
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("T", [1, 32, 70])
-def test_lengths(name, T, case, assert_close):
-    check(case(name, T, B=2, H=2, K=16, V=16), assert_close)
+@pytest.mark.parametrize("name, T", [("kda", 1), ("kda", 70), ("pkda", 32), ("pkda", 66)])
+def test_outputs_states_and_gradients(name, T, case, assert_close):
+    one = case(name, T, B=2, H=1, K=16, V=16).rounded(torch.float32)
+    assert_close(one.run("triton", torch.float32, DEVICE), one.run("reference"), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +56,7 @@ def test_packed(name, case, assert_close):
         assert torch.equal(got["s"][empty].cpu(), one.tensors["s"][empty].float())
 
 
-@pytest.mark.parametrize("K, V", [(20, 24), (30, 21), (120, 16), (144, 16)])
+@pytest.mark.parametrize("K, V", [(20, 24), (21, 30), (120, 16), (144, 16)])
 def test_head_sizes(K, V, case, assert_close):
     check(case("pkda", 20, B=1, H=2, K=K, V=V), assert_close)
 
@@ -183,3 +186,45 @@ def test_a_token_of_decoding_is_a_token_of_the_reference(name, case, assert_clos
         rows.append(decode.step(state, row["q"], row["k"], row["v"], row["beta"], row["decay"], precond))
     got = {"o": torch.stack(rows, 1), "s": state.s} | ({} if state.a is None else {"a": state.a})
     assert_close(got, outputs(one, "reference", torch.float64), TOLERANCE)
+
+
+def chunks_of(case, bounds, C):
+    """Every chunk in torch, fp64, and what autograd makes of it: dh [M, H, V, K], dx [N, H, V] and ds_0, the judges of the reverse scan."""
+    t = {n: x.clone().requires_grad_() for n, x in case.tensors.items()}
+    q, k, v, beta, g = (t[n].flatten(0, 1).transpose(0, 1) for n in ("q", "k", "v", "beta", "decay"))  # [H, N, ...]
+    q, k, loss, states, xs = normalize(q) * q.shape[-1] ** -0.5, normalize(k), 0, [], []
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        s = t["s"][n]
+        for i in range(start, stop, C):
+            rows = slice(i, min(i + C, stop))
+            G, w = g[:, rows].cumsum(1), k[:, rows]
+            span = (G[:, :, None] - G[:, None]).where(torch.ones(G.shape[1], G.shape[1]).tril()[..., None] > 0, -torch.inf).exp()
+            kw, qw = (torch.einsum("hid,hjd,hijd->hij", x[:, rows], w, span) for x in (k, q))
+            error = v[:, rows] - (G.exp() * k[:, rows]) @ s
+            x = beta[:, rows, None] * error
+            r = torch.linalg.solve(torch.eye(G.shape[1]) + beta[:, rows, None] * kw.tril(-1), x)
+            o = (G.exp() * q[:, rows]) @ s + qw @ r
+            s = G[:, -1, :, None].exp() * s + ((G[:, -1:] - G).exp() * w).mT @ r
+            states.append(s)
+            xs.append(x)
+            loss = loss + (o.transpose(0, 1) * case.weights["o"].flatten(0, 1)[rows]).sum()
+        loss = loss + (s * case.weights["s"][n]).sum()
+    *grads, ds_0 = torch.autograd.grad(loss, [*states, *xs, t["s"]])
+    return {"dh": torch.stack(grads[: len(states)]).mT, "dx": torch.cat(grads[len(states) :], 1).transpose(0, 1), "ds_0": ds_0}
+
+
+@pytest.mark.parametrize("gates, bounds", [("as drawn", PACKED), ("strong", [0, 40]), ("alternating in half of the channels", [0, 40])])
+def test_reverse_scan(gates, bounds, case, assert_close):
+    """dh, dx and ds_0 against autograd."""
+    one = case("kda", bounds[-1], H=2, K=20, V=24, bounds=bounds)
+    if gates != "as drawn":
+        one = one.with_(decay=GATES[gates](one.tensors["decay"]))
+    one = one.rounded(torch.float32)
+    t = {n: x.to(DEVICE, torch.float32) for n, x in one.tensors.items()}
+    q, k, v, beta, decay = (t[n].flatten(0, 1) for n in ("q", "k", "v", "beta", "decay"))
+    table = layout._build(tuple(bounds), layout.chunk_rows(k), 2, torch.device(DEVICE))
+    x = Call(table, 20**-0.5, True, 0.0, 1.0).inputs(q, k, v, beta, decay, None, None, None)
+    solved = solve_channel.forward(x, table, None)
+    do, ds = (one.weights[n].to(DEVICE, torch.float32) for n in ("o", "s"))
+    got = dict(zip(("dh", "dx", "ds_0"), scan_backward.backward(x, solved, table, table.sequences, do.flatten(0, 1), ds), strict=True))
+    assert_close(got, chunks_of(one, bounds, table.chunk), TOLERANCE)
