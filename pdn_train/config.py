@@ -158,6 +158,7 @@ class EvalConfig(Section):
 
 class LogConfig(Section):
     every: Positive = 10
+    health: Count = 1000  # steps between two looks at the recurrences (`pdn_train.health`); 0: none
 
 
 class LaunchConfig(Section):

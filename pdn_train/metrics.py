@@ -25,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from pdn_train.checkpoint import Progress
 from pdn_train.files import write_whole
+from pdn_train.health import RANGES, Layer
 from pdn_train.outcome import Outcome
 from pdn_train.rundir import RunDir
 from pdn_train.world import World
@@ -120,6 +121,17 @@ class Journal:
         said = "".join(f"  {task} {result['accuracy']:.3f}" for task, result in tasks.items())
         log.info("step %d  validation loss %.4f over %d tokens%s", progress.step, loss, targets, said)
 
+    def health(self, progress: Progress, layers: list[Layer]) -> None:
+        """Write what `pdn_train.health` measured, by number and layer."""
+        if self._writer is None:
+            return
+        for i, layer in enumerate(layers):
+            for name, value in layer.numbers.items():
+                self._writer.add_scalar(f"health/{name}/layer_{i:02d}", value, progress.step)
+            for name, counts in layer.histograms.items():
+                _add_bars(self._writer, f"health/{name}/layer_{i:02d}", counts, RANGES[name], progress.step)
+        self._writer.flush()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves what happens inside (a save, a validation) out of the rates. Flush first: a step that is still running belongs to them."""
@@ -178,6 +190,15 @@ class Journal:
             "memory_gib": memory_gib(self._world.device),
             "skipped_steps": self._progress.skipped_steps,
         }
+
+
+def _add_bars(writer: SummaryWriter, tag: str, counts: list[float], ends: tuple[float, float], step: int) -> None:
+    """A histogram that is counted already, bars of equal width; its sums are those of the bars' middles."""
+    low, width = ends[0], (ends[1] - ends[0]) / len(counts)
+    middles = [low + (i + 0.5) * width for i in range(len(counts))]
+    first, second = (sum(c * m**power for c, m in zip(counts, middles, strict=True)) for power in (1, 2))
+    limits = [low + (i + 1) * width for i in range(len(counts))]
+    writer.add_histogram_raw(tag, ends[0], ends[1], sum(counts), first, second, limits, counts, step)
 
 
 def numbers(result: dict, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -16,7 +16,7 @@ What it costs in memory: `kernels.cross_entropy` for the head, `pdn_train.recomp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -129,6 +129,7 @@ class Mixer(nn.Module):
         self._add_preconditioner()
         self.norm = RMSNorm(self.head_dim, config)
         self.out_proj = Linear(self.width, config.hidden_size)
+        self.observer: Callable[[Tensor, Tensor, Tensor, Gates], None] | None = None  # is shown q, k, v and the gates of each forward
 
     def _add_decay(self, decay: Literal["none", "scalar", "channel"]) -> None:
         if decay == "none":
@@ -167,7 +168,9 @@ class Mixer(nn.Module):
         projected, kernel = self.in_proj(x), self.config.kernel
         past = None if relay is None else maps.history(relay, projected[..., : 3 * self.width], CONV_WIDTH - 1)
         m = mixer_inputs(projected, self.conv_weight, self.columns, self._gate_parameters(), past, keep, cu_seqlens, kernel)
-        beta, decay, precond = self._gates(m.gates)
+        beta, decay, precond = gates = self._gates(m.gates)
+        if self.observer is not None:
+            self.observer(*self._heads(m), gates)
         arguments = {"output_final_state": keep, "cu_seqlens": cu_seqlens, "backend": kernel, "relay": relay}
         o, state = delta_rule(*self._heads(m), beta, decay, precond, **arguments)
         return self._output(o, m.gates.output), state, m.history

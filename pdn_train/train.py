@@ -26,6 +26,7 @@ from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, 
 from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Batch, Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
+from pdn_train.health import measure
 from pdn_train.heartbeat import begin_attempt
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
@@ -111,6 +112,11 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
                 journal.add(progress, engine.rate, outcome)
                 if progress.step % config.log.every == 0:
                     own_time.report(config.log.every)
+                if config.log.health and progress.step % config.log.health == 0:
+                    settled = journal.flush()
+                    watchdog.beat("measuring the recurrences")
+                    with journal.paused():
+                        journal.health(settled, measure(engine.model, batches[0].input_ids.to(world.device)))
                 if config.eval.every and progress.step % config.eval.every == 0:
                     settled = journal.flush()
                     watchdog.beat("validating")
