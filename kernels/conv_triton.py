@@ -226,7 +226,7 @@ def conv_rows_backward(
 
 
 @triton.jit
-def _step(x, state, weight, y, D, units, UNIT: tl.constexpr, BC: tl.constexpr):
+def _conv_step(x, state, weight, y, D, units, UNIT: tl.constexpr, BC: tl.constexpr):
     """y [B, D] of one more token x [B, D], and state [B, 3, D], oldest first, one token on."""
     blocks = tl.cdiv(D, BC)
     n, d = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BC + tl.arange(0, BC)
@@ -248,7 +248,7 @@ def step(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     held, x, weight = aligned(state), rows_of(x), aligned(weight)
     (B, D), y = x.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
     key, units = (x.dtype, weight.dtype, held.dtype, D, x.stride(0)), x.stride(0) // row_unit(x)
-    launch(_step, B * cdiv(D, CHANNELS), key, x, held, weight, y, D, units, UNIT=row_unit(x), BC=CHANNELS, num_warps=1)
+    launch(_conv_step, B * cdiv(D, CHANNELS), key, x, held, weight, y, D, units, UNIT=row_unit(x), BC=CHANNELS, num_warps=1)
     if held is not state:
         state.copy_(held)
     return y

@@ -22,7 +22,7 @@ from kernels.sums import Sum, column_sums, partial_sums
 
 
 @triton.jit(do_not_specialize=["conv_programs", "tokens"])
-def _forward(
+def _inputs(
     x, weight, initial, blocks, q, k, v, final,
     A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
     conv_programs, tokens, units,
@@ -46,7 +46,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["conv_programs", "tokens"])
-def _backward(
+def _inputs_backward(
     x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial,
     A_log, dt_bias, forget_A_log, forget_dt_bias, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, sums,
     conv_programs, tokens, units, dx_units,
@@ -116,7 +116,7 @@ class _MixerInputs(torch.autograd.Function):
         gates = empty_gates(x, c) if c else (None,) * 5
         conv, others = _programs(call, blocks, N)
         launch(
-            _forward, conv + others, _key(x, weight, initial, *parameters),
+            _inputs, conv + others, _key(x, weight, initial, *parameters),
             x, weight, initial, blocks, *_three(parts), final, *parameters, *gates, conv, N, x.stride(0) // row_unit(x), UNIT=row_unit(x),
             **call.conv_constants(FORWARD_ROWS, initial), **constants(c), BT=TOKENS, num_warps=1,
         )  # fmt: skip
@@ -138,7 +138,7 @@ class _MixerInputs(torch.autograd.Function):
         conv_sums = partial_sums(len(blocks), 4 * D, x)
         gate_sums = partial_sums(others, 5 * c.heads, x) if c else None
         launch(
-            _backward, conv + others, (_key(x, weight, initial, *parameters), dx.stride(0)),
+            _inputs_backward, conv + others, (_key(x, weight, initial, *parameters), dx.stride(0)),
             x, weight, initial, blocks, *_three(dparts), dfinal, dx, conv_sums, dinitial,
             *parameters[:4], dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, gate_sums,
             conv, N, x.stride(0) // unit, dx.stride(0) // unit, UNIT=unit,

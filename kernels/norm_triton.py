@@ -42,7 +42,7 @@ def _gate(gate, bias, at, g, d, there, D: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _norm(
     x, stream, gate, bias, weight, total, y, rows, eps,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["rows", "part"])
-def _backward(
+def _norm_backward(
     x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, rows, part, eps,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _launch_forward(x, stream, gate, bias, weight, total, y, eps) -> None:  # x 
     BD, BR, warps = _tile(D, FORWARD_TILE)
     key = tuple(None if one is None else one.dtype for one in (x, stream, gate, bias, weight))
     launch(
-        _forward, G * cdiv(N, BR), key, x, stream, gate, bias, weight, total, y, N, eps,
+        _norm, G * cdiv(N, BR), key, x, stream, gate, bias, weight, total, y, N, eps,
         G=G, D=D, BD=BD, BR=BR, ADD=stream is not None, GATE=gate is not None, BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
 
@@ -124,7 +124,7 @@ def _launch_backward(x, gate, bias, weight, dy, dstream, eps) -> tuple[Tensor | 
     bias_sums = None if bias is None else partial_sums(blocks, G * D, x)
     key = tuple(None if one is None else one.dtype for one in (x, gate, bias, weight, dy, dstream))
     launch(
-        _backward, G * blocks, key, x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, N, part, eps,
+        _norm_backward, G * blocks, key, x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, N, part, eps,
         G=G, D=D, BD=BD, BR=BR, ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)

@@ -41,7 +41,7 @@ def _columns(partial, out, rows, columns, block, TAPS: tl.constexpr, BR: tl.cons
 
 
 @triton.jit(do_not_specialize=["a_rows", "b_rows", "a_columns", "b_columns"])
-def _sum(
+def _column_sums(
     a, a_out, a_rows, a_columns, b, b_out, b_rows, b_columns,
     A_TAPS: tl.constexpr, B_TAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def column_sums(a: Sum, b: Sum | None = None) -> None:
     b_columns = 0 if b is None else b.partial.shape[1]
     a_columns, b = a.partial.shape[1], b or a
     launch(
-        _sum, cdiv(a_columns, COLUMNS) + cdiv(b_columns, COLUMNS), (a.out.dtype, b.out.dtype),
+        _column_sums, cdiv(a_columns, COLUMNS) + cdiv(b_columns, COLUMNS), (a.out.dtype, b.out.dtype),
         a.partial, a.out, len(a.partial), a_columns, b.partial, b.out, len(b.partial), b_columns,
         A_TAPS=a.taps, B_TAPS=b.taps, BR=ROWS, BC=COLUMNS, num_warps=4,
     )  # fmt: skip

@@ -34,14 +34,14 @@ def _halves(x, i, c, there, M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward(x, y, rows, M: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _swiglu(x, y, rows, M: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     i, c, there = _place(rows, M, BR, BC)
     a, b, s = _halves(x, i, c, there, M)
     tl.store(y + i * M + c, (a * s * b).to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward(x, dy, dx, rows, M: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _swiglu_backward(x, dy, dx, rows, M: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     i, c, there = _place(rows, M, BR, BC)
     a, b, s = _halves(x, i, c, there, M)
     grad = tl.load(dy + i * M + c, mask=there, other=0.0).to(tl.float32)
@@ -55,7 +55,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, x):  # [N, 2 M] contiguous
         N, M = len(x), x.shape[1] // 2
         y = torch.empty(N, M, dtype=x.dtype, device=x.device)
-        launch(_forward, _programs(N, M), x.dtype, x, y, N, M=M, BR=ROWS, BC=CHANNELS, num_warps=4)
+        launch(_swiglu, _programs(N, M), x.dtype, x, y, N, M=M, BR=ROWS, BC=CHANNELS, num_warps=4)
         ctx.save_for_backward(x)
         return y
 
@@ -64,7 +64,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx, (N, M) = torch.empty_like(x), dy.shape
-        launch(_backward, _programs(N, M), (x.dtype, dy.dtype), x, aligned(dy), dx, N, M=M, BR=ROWS, BC=CHANNELS, num_warps=4)
+        launch(_swiglu_backward, _programs(N, M), (x.dtype, dy.dtype), x, aligned(dy), dx, N, M=M, BR=ROWS, BC=CHANNELS, num_warps=4)
         return dx
 
 

@@ -20,6 +20,7 @@ from kernels.conv import short_conv, short_conv_step  # noqa: E402
 from kernels.gates import GateColumns, GateParameters, channel_decay, log_decay  # noqa: E402
 from kernels.mixer_inputs import mixer_inputs, mixer_inputs_step  # noqa: E402
 from kernels.norm import gated_rms_norm, residual_rms_norm, rms_norm  # noqa: E402
+from kernels.sums import Sum, column_sums  # noqa: E402
 from kernels.swiglu import swiglu  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -196,6 +197,15 @@ def test_channel_decay(shift):
 
 
 # ---- norms and SwiGLU ----
+
+
+def test_column_sums():
+    """More partial sums than a program takes at once, and than columns; transposed; two in a launch."""
+    a, b = normal(300, 24).to(DEVICE), normal(1, 5).to(DEVICE)
+    a_out, b_out = torch.empty(6, 4, device=DEVICE), torch.empty(5, dtype=torch.float16, device=DEVICE)
+    column_sums(Sum(a, a_out, taps=4), Sum(b, b_out))
+    torch.testing.assert_close(a_out, a.double().sum(0).view(4, 6).T.float(), rtol=0, atol=1e-4)
+    assert torch.equal(b_out, b[0].half())
 
 
 @pytest.mark.parametrize("D", [16, 24, 200])

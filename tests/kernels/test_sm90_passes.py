@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-KERNELS = {"_forward", "_backward", "_sum", "_step", "_gates", "_channel_decay", "_channel_decay_backward"}
+KERNELS = {"_conv_step", "_gates", "_column_sums"}
+KERNELS |= {name + way for name in ("_inputs", "_norm", "_swiglu", "_channel_decay") for way in ("", "_backward")}
 
 
 def test_no_spills_in_16_bits():
