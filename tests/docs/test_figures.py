@@ -1,0 +1,47 @@
+"""The figures' commands draw something from what the other commands leave."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from pdn_train.config import ModelConfig
+from pdn_train.export import write_weights
+from pdn_train.model import LanguageModel
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def draw(script: str, *arguments: str) -> bytes:
+    """The picture that a script of docs/ makes; its second argument is the file."""
+    runpy.run_path(str(DOCS / script))["main"](*arguments)
+    return Path(arguments[1]).read_bytes()
+
+
+def variants(**means: float) -> dict:
+    return {
+        name: {"choice": "only", "values": {"1": mean - 0.1, "2": mean + 0.1}, "mean": mean, "sd": 0.14} for name, mean in means.items()
+    }
+
+
+def test_a_sweep_of_one_and_of_several_settings(tmp_path):
+    settings = {"64x256": {"variants": variants(gdn=0.5, pgdn=0.9)}, "64x512": {"variants": variants(pgdn=0.8)}}
+    (tmp_path / "summary.json").write_text(json.dumps({"metric": "loss", "settings": settings}))
+    whole = draw("sweep_plot.py", str(tmp_path), str(tmp_path / "a.png"))
+    parts = draw("sweep_plot.py", str(tmp_path), str(tmp_path / "b.png"), "64 pairs=64x256,64x512", "a=b=64x256")
+    assert whole.startswith(b"\x89PNG") and parts.startswith(b"\x89PNG") and parts != whole
+    with pytest.raises(KeyError, match="64x1024"):
+        draw("sweep_plot.py", str(tmp_path), str(tmp_path / "c.png"), "64 pairs=64x1024")
+
+
+@pytest.mark.parametrize("recurrence", ["pkda", "dn"])
+def test_the_recurrences_of_a_model(tmp_path, tiny_shards, recurrence):
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 32, "vocab_size": 512}
+    model = LanguageModel(ModelConfig(recurrence=recurrence, **small))
+    model.init_weights(0)
+    (tmp_path / "out").mkdir()
+    write_weights(tmp_path / "out", model.state_dict())
+    tree = {"model": model.config.model_dump(), "data": {"val_path": str(tiny_shards / "val")}}
+    (tmp_path / "out" / "config.yaml").write_text(json.dumps(tree))
+    assert draw("health_figures.py", str(tmp_path / "out"), str(tmp_path / "a.png")).startswith(b"\x89PNG")
