@@ -258,12 +258,6 @@ def log_to(file: Path | None) -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def require_built(config: Config) -> None:
-    """Raise ConfigError for what the configuration can say and the system cannot do yet."""
-    if config.model.kernel == "triton" and config.model.mixer.decay == "channel":
-        raise ConfigError(f"model.kernel=triton: the Triton kernels of {config.model.recurrence} are not built yet; use model.kernel=torch")
-
-
 def dry_run(config: Config, world_size: int) -> str:
     """What would run on `world_size` ranks, as text: estimates, batch arithmetic, DeepSpeed's JSON."""
     return (
@@ -299,7 +293,6 @@ def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -
     watchdog: of a launcher that has started one already; otherwise each rank starts its own once the ranks have met.
     """
     try:
-        require_built(config)
         world = World.detect(config.parallel.sequence, config.train.device)
         config.accumulation(world.size)
         if config.model.kernel == "triton" and world.device.type != "cuda":
@@ -339,7 +332,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            require_built(config)
             print(dry_run(config, config.launch.ranks))
             return 0
         return start(config, StopRequest())

@@ -321,7 +321,6 @@ def test_a_truncated_shard_stops_every_rank_before_training(write, tiny_shards):
         (["data.seq_len=10000000", "eval.every=0"], 1, "data.seq_len=10000000"),
         (["parallel.sequence=2"], 2, "parallel.sequence=2"),
         (["model.kernel=triton"], 2, "model.kernel=triton needs a GPU"),
-        (["model.kernel=triton", "model.recurrence=pkda"], 2, "the Triton kernels of pkda are not built yet"),
     ],
 )
 def test_bad_input_is_named(write, tmp_path, overrides, code, said):
