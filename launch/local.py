@@ -24,14 +24,14 @@ POLL_SECONDS = 0.2
 
 def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
     """Start the job until it is done, stopped from outside or given up; returns 0, 75 or 1."""
-    stop = StopRequest()
+    stop, run_dir, launch = StopRequest(), submission.run_dir, submission.config.launch
     restart = 0
     while True:
         job = start(executor(), submission)
-        print(f"job {job.job_id}   run_dir {submission.run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
+        print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
         follow(job, stop)
-        attempt = submission.run_dir.heartbeats / attempt_name(job.job_id, "0")
-        again, ending = settle(submission, attempt, submission.folder.name, restart, exit_code(job))
+        attempt = run_dir.heartbeats / attempt_name(job.job_id, 0)
+        again, ending = settle(run_dir, launch, attempt, submission.folder.name, restart, exit_code(job))
         if not again or stop.name is not None:
             return {"done": 0, "stopped": GO_ON}.get(ending.how, 1)
         restart += 1

@@ -18,7 +18,7 @@ from typing import Literal
 
 from launch.snapshot import Submission
 from pdn_train.config import LaunchConfig
-from pdn_train.heartbeat import Word, attempt_name, missing, obituary, read_first, read_words
+from pdn_train.heartbeat import Word, attempt_name, first_fault, obituary, read_first, read_words
 from pdn_train.rundir import RunDir
 
 GO_ON = 75
@@ -41,9 +41,12 @@ class Ending:
 
 def ending(folder: Path, job: str, restart: int, code: int) -> Ending:
     """From the words in an attempt's folder, which need not exist, and the highest exit code of the ranks."""
-    words, first = read_words(folder), read_first(folder)
-    step = max((word.step for word in words), default=-1)
-    return Ending(job, restart, code, _how(words, first, code), step, first.error if first is not None else _silence(words), time.time())
+    words, step = read_words(folder), -1
+    if words:
+        step = max(word.step for word in words)
+    how = _how(words, read_first(folder), code)
+    fault = first_fault(folder, words) if how in ("crashed", "refused") else None
+    return Ending(job, restart, code, how, step, None if fault is None else fault.error, time.time())
 
 
 def _how(words: list[Word], first: Word | None, code: int) -> How:
@@ -57,10 +60,6 @@ def _how(words: list[Word], first: Word | None, code: int) -> How:
     if states == {"stopped"} or code in (GO_ON, *BY_SIGNAL):
         return "stopped"
     return "crashed"
-
-
-def _silence(words: list[Word]) -> str | None:
-    return f"{missing(words)[0].place} ended without a word" if missing(words) else None
 
 
 def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[bool, str]:
@@ -81,10 +80,10 @@ def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[boo
     return True, "a crash, and not where the last one was: one more start"
 
 
-def settle(submission: Submission, folder: Path, job: str, restart: int, code: int) -> tuple[bool, Ending]:
+def settle(run_dir: RunDir, launch: LaunchConfig, folder: Path, job: str, restart: int, code: int) -> tuple[bool, Ending]:
     """Decide, write the ending down, print the first fault and every rank's last step."""
-    run_dir, now = submission.run_dir, ending(folder, job, restart, code)
-    again, why = decide([e for e in read_endings(run_dir) if e.job == job], now, submission.config.launch)
+    now = ending(folder, job, restart, code)
+    again, why = decide([e for e in read_endings(run_dir) if e.job == job], now, launch)
     try:
         with run_dir.endings.open("a") as file:
             file.write(json.dumps({**asdict(now), "again": again, "why": why}) + "\n")
@@ -92,7 +91,8 @@ def settle(submission: Submission, folder: Path, job: str, restart: int, code: i
         again, why = False, f"{run_dir.endings} cannot be written ({error.strerror})"
     if now.how in ("crashed", "refused"):
         print(
-            obituary(folder) or f"the ranks ended with {code} before they said a word; see the logs in {submission.folder}", file=sys.stderr
+            obituary(folder) or f"the ranks ended with {code} before they said a word; see the logs in {run_dir.submissions}",
+            file=sys.stderr,
         )
     step = f" at step {now.step}" if now.step >= 0 else ""
     print(f"{now.how}{step}; {'starting again' if again else 'not started again'}: {why}", file=sys.stderr)
@@ -115,7 +115,7 @@ def read_endings(run_dir: RunDir) -> list[Ending]:
 def main(folder: str, code: str, job: str, restart: str) -> int:
     submission = Submission(Path(folder))
     attempt = submission.run_dir.heartbeats / attempt_name(job, restart)
-    again, now = settle(submission, attempt, job, int(restart), int(code))
+    again, now = settle(submission.run_dir, submission.config.launch, attempt, job, int(restart), int(code))
     if again:
         return GO_ON
     return 0 if now.how == "done" else int(code) or 1

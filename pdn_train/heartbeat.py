@@ -9,6 +9,7 @@ Written by pdn_train.watchdog. Standard library only: launchers on machines with
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -43,10 +44,20 @@ class Word:
     final: bool = False
 
     def write(self, folder: Path) -> None:
+        """Whole or not at all, but for a full disk: there a shorter word goes into the blocks of the one before."""
         file = word_file(folder, self.rank)
         aside = file.with_name(f".{file.name}.{self.pid}")
-        aside.write_text(json.dumps(asdict(self)))
-        aside.replace(file)  # not flushed to disk: it need not survive the machine
+        try:
+            aside.write_text(json.dumps(asdict(self)))
+            aside.replace(file)  # not flushed to disk: it need not survive the machine
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            aside.unlink(missing_ok=True)
+            short = replace(self, error=self.error and self.error[:500], trace=self.trace[-2000:])
+            with file.open("r+") as handle:
+                handle.write(json.dumps(asdict(short)))
+                handle.truncate()
 
     @property
     def here(self) -> bool:
@@ -118,12 +129,17 @@ def missing(words: list[Word]) -> list[Word]:
     return [word for word in words if word.state == "running"]
 
 
+def first_fault(folder: Path, words: list[Word]) -> Word | None:
+    """The word of the rank that went wrong first, once the job is over: first.json where it could be written."""
+    failed = sorted((word for word in words if word.state == "failed"), key=lambda word: word.time)
+    gone = [replace(word, error="ended without a word: killed from outside, or its node was lost") for word in missing(words)]
+    return read_first(folder) or next(iter([*gone, *failed]), None)
+
+
 def obituary(folder: Path) -> str:
     """Who failed first and how, then the last step of every rank: for the log of a job that is over. "" where nobody failed."""
-    words, first = read_words(folder), read_first(folder)
-    silent = missing(words)
-    if first is None and silent:
-        first = replace(silent[0], error="ended without a word: killed from outside, or its node was lost")
+    words = read_words(folder)
+    first = first_fault(folder, words)
     if first is None:
         return ""
     lines = [f"First to fail: {first.place} at step {first.step}, while {first.doing}: {first.error}"]

@@ -254,6 +254,7 @@ class Shards:
         self._starts = np.zeros(len(manifest.shards) + 1, dtype=np.int64)  # [shards + 1], in tokens
         np.cumsum([shard.tokens for shard in manifest.shards], out=self._starts[1:])
         self._files: OrderedDict[int, int] = OrderedDict()  # shard -> descriptor, least recently read first
+        self._written = [(path / shard.file).stat().st_mtime_ns for shard in manifest.shards]
         self._lock = threading.Lock()
 
     @classmethod
@@ -304,6 +305,7 @@ class Shards:
         try:
             with self._lock:
                 data = _pread(self._descriptor(index), size, at)
+                written = os.fstat(self._descriptor(index)).st_mtime_ns
         except OSError as error:
             raise ShardError(f"cannot read {self.path / shard.file}: {error.strerror}; it was there when the run opened it") from error
         if len(data) < size:
@@ -311,6 +313,8 @@ class Shards:
             raise ShardError(
                 f"{self.path / shard.file} gave {len(data)} bytes at {at}, not {size}: it changed while the run was reading it"
             )
+        if written != self._written[index]:
+            raise ShardError(f"{self.path / shard.file} was written to since the run opened it; check it with `data_prep.verify`")
         return np.frombuffer(data, dtype=self._dtype)
 
     def _descriptor(self, index: int) -> int:

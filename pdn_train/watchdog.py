@@ -73,14 +73,13 @@ class Watchdog:
         faulthandler.dump_traceback_later(LEAVING_SECONDS, exit=True)
 
     def _last(self, word: Word) -> None:
-        try:
-            if word.state == "failed":
+        if word.state == "failed":
+            with contextlib.suppress(OSError):  # a full disk has room for the word itself, not for another file
                 self._wait_for_an_earlier_fault()
                 claim_first(self.folder, word)
-        finally:
-            with self._lock:
-                self._ended.set()
-        word.write(self.folder)
+        with self._lock:
+            self._ended.set()
+            word.write(self.folder)
 
     def _word(self) -> Word:
         return replace(self._me, step=self._step, doing=self._doing, beats=self._beats, time=time.time())

@@ -107,7 +107,7 @@ def test_another_job_starts_with_a_clean_sheet(submission):
 
 def test_a_job_that_never_spoke_names_its_logs(submission, capsys):
     assert requeue.main(str(submission.folder), "1", "9", "0") == 75
-    assert str(submission.folder) in capsys.readouterr().err
+    assert str(submission.run_dir.submissions) in capsys.readouterr().err
 
 
 def test_a_line_cut_short_by_a_full_disk_is_passed_over(submission):
