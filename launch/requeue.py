@@ -73,7 +73,8 @@ def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[boo
     if now.restart >= launch.max_requeues:
         return False, f"launch.max_requeues={launch.max_requeues} are used up"
     if now.how == "stopped":
-        return True, "stopped with a checkpoint"
+        idle = bool(before) and before[-1].how == "stopped" and before[-1].step == now.step
+        return True, "stopped with a checkpoint" + (", but without a step since it started: is launch.minutes too short?" if idle else "")
     if before and before[-1].how == "crashed" and before[-1].step == now.step:
         where = f"at step {now.step}" if now.step >= 0 else "before the first step"
         return False, f"it crashed twice {where}"

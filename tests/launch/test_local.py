@@ -66,8 +66,13 @@ def test_one_rank_in_this_process(make_whole_run):
 
 @pytest.mark.long
 def test_the_time_limit_on_this_machine(make_whole_run, uninterrupted):
-    """submitit's controller sends SIGUSR2 half a minute before the minute is over: a checkpoint, and the job goes on by itself."""
+    """submitit's controller sends SIGUSR2 a minute before the time is over: a checkpoint, and the job goes on by itself."""
     run = make_whole_run("limit")
-    finish(start(run, "launch.minutes=1", faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},)), 0)
+    finish(
+        start(
+            run, "launch.minutes=3", "launch.warning_seconds=60", faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},)
+        ),
+        0,
+    )
     assert [(e["how"], e["again"]) for e in run.endings()] == [("stopped", True), ("done", False)]
     assert run.story() == uninterrupted.story()

@@ -21,7 +21,7 @@ CRASH = Ending("7", 0, 1, "crashed", 12, "OSError: x", 0.0)
     [
         (replace(CRASH, how="done"), [], {}, False, "done"),
         (replace(CRASH, how="stopped"), [], {}, True, "stopped with a checkpoint"),
-        (replace(CRASH, how="stopped"), [replace(CRASH, how="stopped")] * 5, {}, True, "stopped with a checkpoint"),
+        (replace(CRASH, how="stopped"), [replace(CRASH, how="stopped")] * 5, {}, True, "stopped with a checkpoint, but without a step"),
         (replace(CRASH, how="stopped"), [], {"requeue": False}, False, "launch.requeue=false"),
         (replace(CRASH, how="stopped", restart=3), [], {"max_requeues": 3}, False, "launch.max_requeues=3 are used up"),
         (replace(CRASH, how="stopped", restart=2), [], {"max_requeues": 3}, True, "stopped with a checkpoint"),

@@ -47,7 +47,8 @@ def test_cancelled_with_a_checkpoint(slurm, make_whole_run):
 @pytest.mark.long
 def test_the_time_limit(slurm, make_whole_run, uninterrupted):
     run = make_whole_run("limit")
-    job = slurm.submit(run, "launch.minutes=1", faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},))
+    settings = ["launch.minutes=3", "launch.warning_seconds=60"]  # two minutes until the warning: a busy machine starts slowly
+    job = slurm.submit(run, *settings, faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},))
     run.wait(slurm.ended(job), 400)
     assert slurm.state(job)["JobState"] == "COMPLETED", run.said()
     assert told(run) == [(0, "stopped", True), (1, "done", False)]
