@@ -81,9 +81,10 @@ def perplexity(subject: Subject, options: Options) -> dict:
     """Task ppl; keys as in the module docstring, and samples, tokens (the targets) and data (the folder)."""
     settings = subject.settings
     folder = _shards(subject, options)
+    where = "config.json, under pdn_train" if (Path(subject.name) / "config.json").exists() else "config.yaml"
     for key in ("seq_len", "reset_at_documents"):
         if key not in settings:
-            raise EvaluationError(f"{subject.name} has no data.{key}, as the model was trained; add it to its config.yaml")
+            raise EvaluationError(f"{subject.name} has no data.{key}, as the model was trained; add it to its {where}")
     samples = open_samples(folder, settings["seq_len"], 0, subject.model.config.vocab_size, sequential=True)
     _check_tokenizer(subject.tokenizer, samples, folder)
     count = len(samples) if options.samples is None else options.samples

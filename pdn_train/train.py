@@ -228,12 +228,13 @@ def validate(engine: Engine, samples: Samples, config: Config, world: World) -> 
 
 
 def evaluate(engine: Engine, samples: Samples, config: Config, world: World) -> dict:
-    """The results of eval.tasks. Every rank computes all of them: where weights are sharded they run on all ranks together."""
+    """The results of eval.tasks at the length of training. Every rank computes all: sharded weights run on all ranks together."""
     if not config.eval.tasks:
         return {}
     tokenizer = None if samples.tokenizer is None else Tokenizer.load(samples.tokenizer)
     subject = Subject(engine.model, tokenizer, config.data.model_dump(), config.run_dir)
-    options = Options(samples=config.eval.samples, micro_batch=config.train.micro_batch, device=world.device)
+    lengths = (config.data.seq_len,)
+    options = Options(samples=config.eval.samples, micro_batch=config.train.micro_batch, device=world.device, lengths=lengths)
     return run_tasks(subject, config.eval.tasks, options)
 
 

@@ -71,6 +71,19 @@ def test_the_table_covers_every_row_once(make_model, kind):
         assert all(stop == start for (_, stop), (start, _) in zip(cuts, cuts[1:], strict=False))
 
 
+@pytest.mark.parametrize("kind", ["kda", "pdn", "untied head"])
+def test_cut_into_files_nothing_is_missing_or_zero(folders, tmp_path, kind):
+    """Both names of a tied head, every tensor whole, whatever the limit (DeepSpeed#1896, #3824, #6791)."""
+    model, run, whole = folders(kind)
+    export.export(run, tmp_path / "cut", 9_000, "fla")
+    files = sorted((tmp_path / "cut").glob("*.safetensors"))
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 3 and equal(stored, load_file(whole / SINGLE)) and equal(weights.load_weights(tmp_path / "cut"), model.state_dict())
+    absent = ("a_proj.weight", "attn.dt_bias") if kind == "pdn" else ()  # the decay that a pdn has not
+    assert all(tensor.any() for name, tensor in stored.items() if not name.endswith(absent or "?"))
+    assert torch.equal(stored["lm_head.weight"], stored["model.embeddings.weight"]) == (kind != "untied head")
+
+
 def test_rows_go_where_the_names_say(folders):
     model, _, folder = folders("pkda")
     stored, mixer = load_file(folder / SINGLE), model.blocks[1].mixer
