@@ -13,6 +13,7 @@ with the gates: `kernels.mixer_inputs_triton`.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import torch
@@ -247,22 +248,20 @@ def step(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """y [B, D] of a checked call (arguments as `kernels.conv.short_conv_step`)."""
     held, x, weight = aligned(state), rows_of(x), aligned(weight)
     (B, D), y = x.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    key, units = (x.dtype, weight.dtype, held.dtype, D, x.stride(0)), x.stride(0) // row_unit(x)
-    launch(_conv_step, B * cdiv(D, CHANNELS), key, x, held, weight, y, D, units, UNIT=row_unit(x), BC=CHANNELS, num_warps=1)
+    key, unit = (x.dtype, weight.dtype, held.dtype, D, x.stride(0)), row_unit(x)
+    launch(_conv_step, B * cdiv(D, CHANNELS), key, x, held, weight, y, D, x.stride(0) // unit, UNIT=unit, BC=CHANNELS, num_warps=1)
     if held is not state:
         state.copy_(held)
     return y
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [N, D] itself where each row is contiguous and starts at a multiple of 16 bytes, or such a copy."""
-    unit = row_unit(x)
-    if x.stride(-1) == 1 and x.stride(0) % unit == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0:
+    """x [N, D] itself where each row is contiguous and the first starts at a multiple of 16 bytes, or a copy."""
+    if x.stride(-1) == 1 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0:
         return x
-    D = x.shape[1]
-    return aligned(torch.nn.functional.pad(x, (0, -D % unit)))[:, :D]
+    return aligned(x)
 
 
-def row_unit(x: Tensor) -> int:
-    """Elements in 16 bytes: row strides are multiples of it, and kernels are told how many."""
-    return 16 // x.element_size()
+def row_unit(*tensors: Tensor) -> int:
+    """What the row strides of some [N, D] are multiples of, up to 16 bytes: kernels are told it, and load as much at once."""
+    return math.gcd(16 // tensors[0].element_size(), *(x.stride(0) for x in tensors))

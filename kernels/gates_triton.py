@@ -19,6 +19,8 @@ from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Sum, column_sums, partial_sums
 
 TOKENS = 32  # of a program, at a time
+# Read a few elements at a time. Where they lie in an optimizer's flat buffer, only H = 8, 16 .. would keep them at multiples of 16 bytes
+PARAMETERS = ["weight", "A_log", "dt_bias", "forget_A_log", "forget_dt_bias", "center"]
 DECAY_PROGRAMS = 1056  # of the channel decay's backward pass, about: 8 a multiprocessor; each has its own partial sums
 
 
@@ -165,7 +167,7 @@ def handed_on(x: Tensor, columns: GateColumns) -> tuple[Tensor | None, Tensor | 
     return low, output
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=PARAMETERS[1:])
 def _gates(
     columns, A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center, tokens, stride,
     H: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, FORGET: tl.constexpr, GAIN: tl.constexpr, FACTOR: tl.constexpr,
@@ -180,7 +182,7 @@ def _gates(
 
 def head_gates(x: Tensor, columns: GateColumns, parameters: GateParameters) -> HeadGates:
     """The gates from x [N, D] of a checked call, without gradients: one token of each sequence in decoding."""
-    x, parameters = aligned(x), tuple(aligned(one) for one in parameters)
+    x, parameters = aligned(x), tuple(None if one is None else one.contiguous() for one in parameters)
     made = empty_gates(x, columns)
     key = (x.dtype, x.stride(0), *(None if one is None else one.dtype for one in parameters))
     launch(_gates, cdiv(len(x), TOKENS), key, x, *parameters, *made, len(x), x.stride(0), **constants(columns), BT=TOKENS, num_warps=1)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kernels.conv_triton import BACKWARD_ROWS, CHANNELS, FORWARD_ROWS, STAGES, conv_rows, conv_rows_backward, row_blocks, row_unit, rows_of
 from kernels.gates import GateColumns, GateParameters, HeadGates
-from kernels.gates_triton import TOKENS, constants, empty_gates, gate_rows, gate_rows_backward, handed_on, handed_on_constants
+from kernels.gates_triton import PARAMETERS, TOKENS, constants, empty_gates, gate_rows, gate_rows_backward, handed_on, handed_on_constants
 from kernels.launch import aligned, cdiv, launch
 from kernels.sums import Sum, column_sums, partial_sums
 
 
-@triton.jit(do_not_specialize=["conv_programs", "tokens"])
+@triton.jit(do_not_specialize=["conv_programs", "tokens"], do_not_specialize_on_alignment=PARAMETERS)
 def _inputs(
     x, weight, initial, blocks, q, k, v, final,
     A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
@@ -45,7 +45,7 @@ def _inputs(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["conv_programs", "tokens"])
+@triton.jit(do_not_specialize=["conv_programs", "tokens"], do_not_specialize_on_alignment=PARAMETERS)
 def _inputs_backward(
     x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial,
     A_log, dt_bias, forget_A_log, forget_dt_bias, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, sums,
@@ -131,8 +131,8 @@ class _MixerInputs(torch.autograd.Function):
         c, N, D = call.columns, len(x), call.parts * call.width
         *dparts, dfinal, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput = (aligned(grad) for grad in grads)
         blocks = call.blocks(BACKWARD_ROWS, x.device)
-        unit = row_unit(x)
-        dx = torch.empty(N, cdiv(x.shape[1], unit) * unit, dtype=x.dtype, device=x.device)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        unit = row_unit(x, dx)
         dinitial = None if initial is None else torch.empty_like(initial)
         conv, others = _programs(call, blocks, N)
         conv_sums = partial_sums(len(blocks), 4 * D, x)
@@ -151,7 +151,7 @@ class _MixerInputs(torch.autograd.Function):
             second = Sum(gate_sums, sums)
             dparameters = [None if one is None else row for one, row in zip(parameters, sums, strict=True)]
         column_sums(Sum(conv_sums, dweight, taps=4), second)
-        return None, dx[:, : x.shape[1]], dweight, dinitial, *dparameters
+        return None, dx, dweight, dinitial, *dparameters
 
 
 def _key(*given: Tensor | None) -> tuple:
@@ -192,4 +192,5 @@ def conv(x: Tensor, weight: Tensor, initial: Tensor | None, final: bool, bounds:
 def _apply(call: Call, x: Tensor, weight: Tensor, initial: Tensor | None, parameters: GateParameters) -> tuple:
     initial = None if initial is None else aligned(initial.to(x.dtype))
     joined = x.flatten(0, 1)
-    return _MixerInputs.apply(call, rows_of(joined), aligned(weight), initial, *(aligned(one) for one in parameters))
+    parameters = (None if one is None else one.contiguous() for one in parameters)
+    return _MixerInputs.apply(call, rows_of(joined), weight.contiguous(), initial, *parameters)
