@@ -21,7 +21,7 @@ from kernels.chunk import Preconditioner, delta_rule
 from kernels.recurrence import RECURRENCES
 
 SHAPES = ("1,2048,8,128", "1,8192,8,128", "1,32768,8,128", "32,2048,8,128")
-NAMES = ("dn", "gdn", "pdn", "pgdn")
+NAMES = ("dn", "gdn", "kda", "pdn", "pgdn", "pkda")
 REPEATS = 20
 PEERS = {  # recurrence -> module, function, and the arguments' names for our letters
     "dn": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
@@ -40,8 +40,11 @@ def operands(name: str, B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
     made = {n: torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for n in ("q", "k", "v")}
     gates = {"beta": 1, "decay": -1, "forget": -1, "gain": 1}
     made |= {n: sign * torch.rand(B, T, H, device="cuda") for n, sign in gates.items()} | {"center": torch.zeros(H, device="cuda")}
-    if RECURRENCES[name].decay == "none":
-        made.pop("decay")
+    match RECURRENCES[name].decay:
+        case "none":
+            made.pop("decay")
+        case "channel":
+            made["decay"] = -torch.rand(B, T, H, D, device="cuda")
     if RECURRENCES[name].preconditioner == "none":
         made = {n: x for n, x in made.items() if n not in ("forget", "gain", "center")}
     return {n: x.requires_grad_() for n, x in made.items()}

@@ -39,7 +39,8 @@ import math
 import torch
 from torch import Tensor
 
-from kernels import gradients, pairs, pieces, scan, scan_backward, solve, solve_channel, statistic, statistic_backward
+from kernels import gradients, gradients_channel, pairs, pieces, scan, scan_backward, solve, solve_channel, statistic, statistic_backward
+from kernels.kept import once
 from kernels.launch import aligned
 from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
 from kernels.operands import Preconditioner, State
@@ -118,32 +119,38 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
+def _stages(x: Inputs, table: Layout, s_0: Tensor | None, a_0: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The forward pass: o, s, a, and what the backward pass needs: starts, maps, a_start, and `Solved`'s tensors."""
+    a_start = a = None
+    if x.forget is not None:
+        a_start, a = statistic.forward(x, table, a_0)
+    stage = solve_channel if x.decay_kind == "channel" else solve
+    solved = stage.forward(x, table, a_start)
+    maps, starts, s = None, s_0, None
+    if table.cut:
+        maps, made = scan.ends(x, solved, table, table.spans)
+        starts, s = pieces.chain(x, table, maps, made, s_0)
+    o, last = scan.forward(x, solved, table, table.spans, starts)
+    return o, last if s is None else s, a, starts, maps, a_start, *solved.tensors
+
+
 class _DeltaRule(torch.autograd.Function):
     """The stages and their gradients."""
 
     @staticmethod
     def forward(ctx, call, q, k, v, beta, decay, forget, gain, center, s_0, a_0):
         x, table = call.inputs(q, k, v, beta, decay, forget, gain, center), call.table
-        a_start = a = None
-        if forget is not None:
-            a_start, a = statistic.forward(x, table, a_0)
-        stage = solve_channel if x.decay_kind == "channel" else solve
-        solved = stage.forward(x, table, a_start)
-        maps, starts, s = None, s_0, None
-        if table.cut:
-            maps, made = scan.ends(x, solved, table, table.spans)
-            starts, s = pieces.chain(x, table, maps, made, s_0)
-        o, last = scan.forward(x, solved, table, table.spans, starts)
-        s = last if s is None else s
+        o, s, a, starts, maps, a_start, *solved = once(lambda: _stages(x, table, s_0, a_0))
         ctx.call, ctx.initial = call, (s_0 is not None, a_0 is not None)
-        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, *solved.tensors)
+        kept = o if x.decay_kind == "channel" else None  # `kernels.pairs`
+        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, kept, *solved)
         ctx.set_materialize_grads(False)
         return o, s, a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds, da):
-        q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, *solved = ctx.saved_tensors
+        q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, o, *solved = ctx.saved_tensors
         x, table, solved = ctx.call.inputs(q, k, v, beta, decay, forget, gain, center), ctx.call.table, Solved(*solved)
         do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
         ds, da = aligned(ds), aligned(da)
@@ -153,8 +160,9 @@ class _DeltaRule(torch.autograd.Function):
             ds, ds_0 = pieces.chain(x, table, maps, made, ds, reverse=True)
         dh, dx, first = scan_backward.backward(x, solved, table, table.spans, do, ds)
         ds_0 = ds_0 if table.cut else first
-        pair = pairs.backward(x, solved, table, u, dx, do)
-        grad = gradients.backward(x, solved, table, h, dh, u, dx, do, pair)
+        pair = pairs.backward(x, solved, table, o, u, dx, do)
+        by = gradients_channel if x.decay_kind == "channel" else gradients
+        grad = by.backward(x, solved, table, h, dh, u, dx, do, pair)
         dforget = dgain = dcenter = da_0 = None
         if x.forget is not None:
             dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da)

@@ -15,8 +15,7 @@ over longer spans, which would lose a strong decay's tiny gradient:
          + sum_{j < t} [first term of dw . w]_j                                              from row j to the next state
          + exp(G_C) <S, dS'>                                                                 from state to state
 
-With a decay a channel, exp(G) and so on stand for a factor of each channel, D1 and D2 act level by level (`_read_levels`), and the same
-sums make dg [N, H, K]. Without a preconditioner w is khat, and dw is added to dkhat. With one, dw goes on to `kernels.statistic_backward`,
+With a decay a channel `kernels.gradients_channel` takes this one's place. Without a preconditioner w is khat, and dw is added to dkhat. With one, dw goes on to `kernels.statistic_backward`,
 which also does the key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k (k . rk dkhat), and q likewise.
 
 One program a chunk and head, BLOCK key channels at a time: channels meet only in sums over them.
@@ -36,7 +35,6 @@ from torch import Tensor
 
 from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
-from kernels.levels import crossing, decays, halves, levels, load_decay, since_start, until_end, whole_chunk
 from kernels.pairs import Pairs
 from kernels.scan_backward import load_state
 from kernels.tiles import BETA, KEY_NORM, KEY_READ, QUERY_NORM, QUERY_READ, WRITE, dot_precision, load_row, load_tile, store_tile
@@ -79,22 +77,10 @@ def through_norm(
 
 
 @triton.jit
-def _state_term(
-    x,
-    states,
-    chunk,
-    H,
-    head,
-    d,
-    token,
-    count,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def state_term(
+    x, states, chunk, H, head, d, token, count,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """[C, BLOCK] = x S^T for x [N, H, V] and one state of states [M, H, V, K], key channels d .. d + BLOCK."""
     grad = tl.zeros((C, BLOCK), tl.float32)
     for e in tl.static_range(0, V, BV):
@@ -104,90 +90,22 @@ def _state_term(
 
 
 @triton.jit
-def _kept(h, dh, chunk, H, head, d, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr):
+def kept(h, dh, chunk, H, head, d, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr):
     """[BLOCK]: sum_e S dS' of each key channel d .. d + BLOCK."""
-    kept = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for e in tl.static_range(0, V, BV):
         S = load_state(h, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32)
-        kept += tl.sum(S * load_state(dh, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32), 0)
-    return kept
-
-
-@triton.jit
-def _read_levels(
-    grad, grad_g, X, W, g, e, token, count, H, head,
-    C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what reaches a reading query or key, X, from the rows before it, with a decay a channel (`kernels.levels`): level by level
-
-    T = F (D (F w)) ;  dg_t += sum of [T x]_i over the rows i whose factor F_i holds g_t
-    """
-    for number in tl.range(0, levels(C), num_stages=1):
-        half = 1 << number
-        F = decays(g, half, C, PRECISION)
-        E = tl.where(crossing(half, C), load_tile(e, token, count, H * C, head, 0, C, C, C), 0.0)
-        flow = F * tl.dot(E, (F * W.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
-        grad += flow
-        grad_g = _gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
-    return grad, grad_g
-
-
-@triton.jit
-def _write_levels(
-    grad_w, grad_g, Q, Key, W, g, e1, e2, token, count, H, head,
-    C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The counterpart for the writing key: T_w = F (D1^T (F k) + D2^T (F q)) ;  dg_t += sum of [T_w w]_i over the rows i whose F_i holds g_t."""
-    for number in tl.range(0, levels(C), num_stages=1):
-        half = 1 << number
-        F = decays(g, half, C, PRECISION)
-        faded = (F * Key.to(tl.float32)).to(W.dtype)
-        E = tl.where(crossing(half, C), load_tile(e1, token, count, H * C, head, 0, C, C, C), 0.0)
-        flow = tl.dot(tl.trans(E), faded, input_precision=PRECISION)
-        faded = (F * Q.to(tl.float32)).to(W.dtype)
-        E = tl.where(crossing(half, C), load_tile(e2, token, count, H * C, head, 0, C, C, C), 0.0)
-        flow = F * tl.dot(tl.trans(E), faded, flow, input_precision=PRECISION)
-        grad_w += flow
-        grad_g = _gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
-    return grad_w, grad_g
-
-
-@triton.jit
-def _gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over the rows whose factor holds gate t."""
-    return tl.dot(tl.where(halves(half, C, TURNED=True), 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
-
-
-@triton.jit
-def _after(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows i >= t: what is read at i from the chunk's start."""
-    t, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.dot(tl.where(i >= t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
-
-
-@triton.jit
-def _before(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows j < t: what j writes for the chunk's end."""
-    t, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.dot(tl.where(j < t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
-
-
-@triton.jit
-def _own(e2, token, count, H, head, C: tl.constexpr):
-    """[C]: D2 of a row and itself, where nothing decays."""
-    i = tl.arange(0, C)
-    E = load_tile(e2, token, count, H * C, head, 0, C, C, C).to(tl.float32)
-    return tl.sum(tl.where(i[:, None] == i[None, :], E, 0.0), 1)
+        total += tl.sum(S * load_state(dh, chunk, H, head, d, e, K, V, BLOCK, BV).to(tl.float32), 0)
+    return total
 
 
 @triton.jit
 def _gradients(
-    q, k, w, decay, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
+    q, k, w, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
     dq, dk, dw, dg,  # outputs
-    chunks, H, q_stride, k_stride, decay_stride, scale,
+    chunks, H, q_stride, k_stride,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
-    GATE: tl.constexpr,
+    SCALAR: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k.
 
@@ -199,13 +117,7 @@ def _gradients(
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = tl.arange(0, C)
     beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
-    if DECAY == "channel":
-        query_read, key_read, write = scale * rq, rk, beta * 0.0 + 1.0
-        if not PRECONDITION:
-            write = rk
-    else:
-        query_read, key_read = load_row(rows, QUERY_READ, at, C), load_row(rows, KEY_READ, at, C)
-        write = load_row(rows, WRITE, at, C)
+    query_read, key_read, write = load_row(rows, QUERY_READ, at, C), load_row(rows, KEY_READ, at, C), load_row(rows, WRITE, at, C)
     to_state, from_state, passed = beta * 0.0, beta * 0.0, 0.0
     along_q, along_k = beta * 0.0, beta * 0.0
     for d in tl.range(0, BK, BLOCK, num_stages=1):
@@ -215,63 +127,41 @@ def _gradients(
         W = Key
         if PRECONDITION:
             W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-        if DECAY == "channel":
-            g = load_decay(decay, token, count, decay_stride, head, d, K, BLOCK, C, GATE)
-            grad_g = tl.zeros((C, BLOCK), tl.float32)
-            grad_g += (whole_chunk(g) * _kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))[None, :]
         # the query that reads
-        grad_q = _state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
-        if DECAY == "channel":
-            grad_q *= since_start(g, C, PRECISION)
-            grad_g = _after(grad_g, grad_q * Q.to(tl.float32), C, DOT, PRECISION)
-            grad_q, grad_g = _read_levels(grad_q, grad_g, Q, W, g, e2, token, count, H, head, C, DOT, PRECISION)
-            grad_q += _own(e2, token, count, H, head, C)[:, None] * W.to(tl.float32)
-        else:
-            if DECAY == "scalar":
-                from_state += tl.sum(grad_q * Q.to(tl.float32), 1)
-            grad_q += tl.dot(load_tile(e2, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
+        grad = state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
+        if SCALAR:
+            from_state += tl.sum(grad * Q.to(tl.float32), 1)
+        grad += tl.dot(load_tile(e2, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
         if NORMALIZE:
-            along_q += tl.sum(grad_q * Q.to(tl.float32), 1)
-        store_tile(dq, grad_q, token, count, H * K, head, d, K, BLOCK, C)
+            along_q += tl.sum(grad * Q.to(tl.float32), 1)
+        store_tile(dq, grad, token, count, H * K, head, d, K, BLOCK, C)
         # the key that reads
         token = _again(chunks, chunk)
-        grad_k = _state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
-        if DECAY == "channel":
-            grad_k *= since_start(g, C, PRECISION)
-            grad_g = _after(grad_g, grad_k * Key.to(tl.float32), C, DOT, PRECISION)
-            grad_k, grad_g = _read_levels(grad_k, grad_g, Key, W, g, e1, token, count, H, head, C, DOT, PRECISION)
-        else:
-            if DECAY == "scalar":
-                from_state += tl.sum(grad_k * Key.to(tl.float32), 1)
-            grad_k += tl.dot(load_tile(e1, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
+        grad = state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
+        if SCALAR:
+            from_state += tl.sum(grad * Key.to(tl.float32), 1)
+        grad += tl.dot(load_tile(e1, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
         if PRECONDITION:
-            store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
+            store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
         # the key that writes
         token = _again(chunks, chunk)
-        grad_w = _state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
-        if DECAY == "channel":
-            grad_w *= until_end(g, C, PRECISION)
-            grad_g = _before(grad_g, grad_w * W.to(tl.float32), C, DOT, PRECISION)
-            grad_w, grad_g = _write_levels(grad_w, grad_g, Q, Key, W, g, e1, e2, token, count, H, head, C, DOT, PRECISION)
-            grad_w += _own(e2, token, count, H, head, C)[:, None] * Q.to(tl.float32)
-            store_tile(dg, grad_g, token, count, H * K, head, d, K, BLOCK, C)
-        else:
-            if DECAY == "scalar":
-                to_state += tl.sum(grad_w * W.to(tl.float32), 1)
-                passed += tl.sum(_kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))
-            near = tl.dot(tl.trans(load_tile(e1, token, count, H * C, head, 0, C, C, C)), Key, input_precision=PRECISION)
-            grad_w += tl.dot(tl.trans(load_tile(e2, token, count, H * C, head, 0, C, C, C)), Q, near, input_precision=PRECISION)
+        grad_w = state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
+        if SCALAR:
+            to_state += tl.sum(grad_w * W.to(tl.float32), 1)
+            passed += tl.sum(kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))
+        near = tl.dot(tl.trans(load_tile(e1, token, count, H * C, head, 0, C, C, C)), Key, input_precision=PRECISION)
+        grad_w += tl.dot(tl.trans(load_tile(e2, token, count, H * C, head, 0, C, C, C)), Q, near, input_precision=PRECISION)
         if PRECONDITION:
             store_tile(dw, grad_w, token, count, H * K, head, d, K, BLOCK, C)
         else:
-            grad_k += grad_w
+            grad += grad_w
             if NORMALIZE:
-                along_k += tl.sum(grad_k * Key.to(tl.float32), 1)
-            store_tile(dk, grad_k, token, count, H * K, head, d, K, BLOCK, C)
-    if DECAY == "scalar":
+                along_k += tl.sum(grad * Key.to(tl.float32), 1)
+            store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
+    if SCALAR:
         place = (token + i).to(tl.int64) * H + head
-        grad = _around(from_state, to_state, C) + tl.load(whole + at) * passed
-        tl.store(dg + place, grad + tl.load(between + place, mask=i < count, other=0.0), mask=i < count)
+        grad_g = _around(from_state, to_state, C) + tl.load(whole + at) * passed
+        tl.store(dg + place, grad_g + tl.load(between + place, mask=i < count, other=0.0), mask=i < count)
     if NORMALIZE:
         tl.debug_barrier()  # the threads read each other's stores
         through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
@@ -286,16 +176,15 @@ def backward(
     (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
     preconditioned, wide = solved.w is not None, x.k.dtype == torch.float32
     made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
-    dg = None if x.decay is None else x.decay.new_empty(x.decay.shape)
+    dg = None if x.decay is None else x.decay.new_empty(N, H)
     dw = made[2] if preconditioned else None
-    choice = setting("gradients_channel" if x.decay_kind == "channel" else "gradients", x.k)
+    choice = setting("gradients", x.k)
     launch(
         _gradients, M * H, x.key,
-        x.q, x.k, solved.w, x.decay, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, made[0], made[1], dw, dg,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride, x.scale,
+        x.q, x.k, solved.w, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, made[0], made[1], dw, dg,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0),
         K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,
-        DECAY=x.decay_kind, PRECONDITION=preconditioned, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
-        DOT=tl.float32 if wide else tl.bfloat16, GATE=tl.float32 if wide else tl.float16,
+        SCALAR=x.decay is not None, PRECONDITION=preconditioned, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Gradients(made[0], made[1], dw, dg)

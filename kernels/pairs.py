@@ -8,7 +8,12 @@ In: u, the corrected errors U (R = beta U are the values written); dx, dX; dO. P
     dv    = beta dX ;  dbeta_i = dX_i . U_i
     dg_t  = sum_{i >= t > j} [D1_ij (khat_i . w_j) + D2_ij (qhat_i . w_j)]      a scalar decay's, from the spans inside the chunk
 
-The last sum is taken over the spans that hold t, as it stands: a difference of sums over longer spans would lose a strong decay's tiny
+With a decay a channel, whose gradients are made by blocks of channels, the sums over all channels that the norms need are made here, of
+values: o is linear in qhat, v - U in the reading khat and the next states in beta U w^T, so
+
+    qhat . dqhat = dO . O ;  khat . dkhat = beta dX . (2 U - V)                                 the latter without a preconditioner
+
+The last sum of dg is taken over the spans that hold t, as it stands: a difference of sums over longer spans would lose a strong decay's tiny
 gradient. e1 and e2 hold D1 and D2 with what the stored tiles lack of khat, qhat and w: rk_i or rq_i, and rk_j without a preconditioner.
 
 Cost, D = 128, 16 bit, a token and head: reads u, dx, do (with a scalar decay k, w and qw too), writes dv, e1, e2: 1.3 (1.9) KB.
@@ -23,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch, power_of_2
+from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.tiles import BETA, HIGH, KEY_NORM, LOW, QUERY_NORM, dot_precision, load_row, load_tile, spans, store_tile
 from kernels.tuned import setting
@@ -36,6 +41,8 @@ class Pairs:
     v: Tensor  # [N, H, V] dv
     beta: Tensor  # [N, H] dbeta in beta's dtype
     decay: Tensor | None  # [N, H] fp32: a scalar decay's gradient from the spans inside the chunk
+    along_q: Tensor | None  # [N, H] fp32, with a decay a channel: qhat . dqhat
+    along_k: Tensor | None  # and khat . dkhat, without a preconditioner
 
 
 @triton.jit
@@ -48,13 +55,14 @@ def _between(pairs, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def _pairs(
-    k, w, qw, rows, u, dx, do,  # inputs
-    e1, e2, dv, dbeta, between,  # outputs
-    chunks, H, k_stride, scale,
+    k, w, qw, rows, u, dx, do, v, o,  # inputs
+    e1, e2, dv, dbeta, between, along_q, along_k,  # outputs
+    chunks, H, k_stride, v_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    SCALAR: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    SCALAR: tl.constexpr, ALONG: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. One program a chunk and head. SCALAR: there is a decay a head. PRECONDITION: w holds the write keys."""
+    """Formulas above. One program a chunk and head. SCALAR: there is a decay a head. ALONG: along_q and along_k are wanted.
+    PRECONDITION: w holds the write keys."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -62,14 +70,24 @@ def _pairs(
     place = (token + i).to(tl.int64) * H + head
     beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
     one, two = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    by_q, by_k = beta * 0.0, beta * 0.0
     for e in tl.static_range(0, V, BV):
         U = load_tile(u, token, count, H * V, head, e, V, BV, C)
         dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
         dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
+        if ALONG:
+            by_q += tl.sum(dO.to(tl.float32) * load_tile(o, token, count, H * V, head, e, V, BV, C).to(tl.float32), 1)
+            if not PRECONDITION:
+                value = load_tile(v, token, count, v_stride, head, e, V, BV, C).to(tl.float32)
+                by_k += tl.sum(dX.to(tl.float32) * (2 * U.to(tl.float32) - value), 1)
         one = tl.dot(dX, tl.trans(U), one, input_precision=PRECISION)
         two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
         store_tile(dv, beta[:, None] * dX.to(tl.float32), token, count, H * V, head, e, V, BV, C)
     tl.store(dbeta + place, tl.sum(tl.where(i[:, None] == i[None, :], one, 0.0), 1), mask=i < count)
+    if ALONG:
+        tl.store(along_q + place, by_q, mask=i < count)
+        if not PRECONDITION:
+            tl.store(along_k + place, beta * by_k, mask=i < count)
     weight = beta
     if not PRECONDITION:
         weight *= rk
@@ -91,20 +109,22 @@ def _pairs(
         tl.store(between + place, _between(one * products + two * beta[None, :] * solved, C, DOT, PRECISION), mask=i < count)
 
 
-def backward(x: Inputs, solved: Solved, layout: Layout, u: Tensor, dx: Tensor, do: Tensor) -> Pairs:
-    """u, dx and do [N, H, V] contiguous."""
+def backward(x: Inputs, solved: Solved, layout: Layout, o: Tensor, u: Tensor, dx: Tensor, do: Tensor) -> Pairs:
+    """o, u, dx and do [N, H, V] contiguous."""
     (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
     scalar = x.decay_kind == "scalar"
     e1, e2 = x.k.new_empty(2, N, H, layout.chunk)
     dv, dbeta = x.v.new_empty(N, H, V), x.beta.new_empty(N, H)
     between = torch.empty(N, H, dtype=torch.float32, device=x.k.device) if scalar else None
+    channel = x.decay_kind == "channel"
+    along_q, along_k = torch.empty(2, cdiv(N * H, 4) * 4, dtype=torch.float32, device=x.k.device) if channel else (None, None)
     choice, wide = setting("pairs", x.k), x.k.dtype == torch.float32
     launch(
         _pairs, M * H, x.key,
-        x.k, solved.w, solved.qw, solved.rows, u, dx, do, e1, e2, dv, dbeta, between,
-        layout.chunks, H, x.k.stride(0), x.scale,
+        x.k, solved.w, solved.qw, solved.rows, u, dx, do, x.v, o, e1, e2, dv, dbeta, between, along_q, along_k,
+        layout.chunks, H, x.k.stride(0), x.v.stride(0), x.scale,
         K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,
-        SCALAR=scalar, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
+        SCALAR=scalar, ALONG=channel, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return Pairs(e1, e2, dv, dbeta, between)
+    return Pairs(e1, e2, dv, dbeta, between, along_q, along_k)

@@ -112,7 +112,7 @@ def run(case, put=place):
     do, ds = (put(case.weights[n]) for n in ("o", "s"))
     dh, dx, ds_0 = scan_backward.backward(x, solved, table, table.sequences, do.flatten(0, 1), ds)
     result = {"dh": dh, "dx": dx} | ({"ds_0": ds_0} if "ds_0" in judge else {})
-    pair = pairs.backward(x, solved, table, f["u"], dx, do.flatten(0, 1))
+    pair = pairs.backward(x, solved, table, do.flatten(0, 1), f["u"], dx, do.flatten(0, 1))  # o: read with a decay a channel only
     g = gradients.backward(x, solved, table, f["h"], dh, f["u"], dx, do.flatten(0, 1), pair)
     outputs = {"dq": g.q, "dk": g.k, "dv": pair.v, "dbeta": pair.beta} | ({"ddecay": g.decay} if "decay" in case.tensors else {})
     if case.preconditioned:

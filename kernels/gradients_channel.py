@@ -1,0 +1,342 @@
+"""`kernels.gradients` with a decay a channel: the gradients of q, k and the decay of a chunk, for all chunks at once.
+
+In: h, the state S that the chunk meets; dh, dS'; u, U; dx, dX; dO; D1 and D2 of `kernels.pairs`. G_i is now a vector of key channels, and
+exp(G_i - G_j) of two rows a factor in each of them (`kernels.levels`). Channel by channel, with span_ij = exp(G_i - G_j):
+
+    dqhat = scale exp(G) (dO S^T) + sum_j D2_ij span_ij w_j                                       (the query that reads)
+    dkhat = -beta exp(G) (dX S^T) + sum_j D1_ij span_ij w_j                                       (the key that reads)
+    dw    = beta exp(G_C - G) (U dS'^T) + sum_i span_ij (D1_ij khat_i + D2_ij qhat_i)             (the key that writes)
+
+and dg_t is the sum over the spans that hold t, each as it stands and never a difference: of (a term of dqhat) qhat + (a term of dkhat) khat
+from the state to rows i >= t, of (a term of dw) w from rows j < t to the next state, of exp(G_C) sum_e S dS' from state to state, and of the
+pairs i >= t > j, level by level: a level's span is F_i F_j, F_i holds the gates of i's half block and F_j those of j's, so
+
+    T_q = F (D2 (F w)) ;  T_k = F (D1 (F w)) ;  T_w = F (D1^T (F khat) + D2^T (F qhat))            at the pairs of the level
+    dg_t += sum of [T_q qhat + T_k khat + T_w w]_i over the rows i whose factor holds g_t
+
+Pairs of different blocks of 16 rows take products of whole tiles whose other rows are zero; pairs of one block take products of [16, 16] by
+[16, BLOCK], a warp for each block.
+
+Two launches, one program a chunk, head and block of key channels each: `_reads` makes dq, its part of dk and of dg, `_writes` completes
+them. The norms (dk = rk dkhat - rk^2 k (khat . dkhat), and q) need sums over channels, which `kernels.pairs` makes from values.
+
+Cost, D = 128, 16 bit, a token and head, a decay in fp32: `_reads` 768 B of q, k, w, g 512 B, dx, do 512 B, e1, e2 256 B, h, dh 1,024 B, and
+writes 1,024 B; `_writes` the same with u for dx and do, reads the parts again, and writes 1,024 B: 8.5 KB.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gradients import Gradients, kept, state_term
+from kernels.launch import cdiv, launch, power_of_2
+from kernels.layout import Inputs, Layout, Solved
+from kernels.levels import decays, halves, levels, load_decay, since_start, until_end, whole_chunk
+from kernels.pairs import Pairs
+from kernels.tiles import BETA, KEY_NORM, LOG2E, QUERY_NORM, dot_precision, load_row, load_tile, store_tile
+from kernels.tuned import setting
+
+NEAR = tl.constexpr(16)  # rows of a block
+
+
+@triton.jit
+def _load_near(x, token, count, stride, head, first, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """[C / 16, 16, BD]: `load_tile` by blocks of rows."""
+    b, r, d = tl.arange(0, C // NEAR), tl.arange(0, NEAR), first + tl.arange(0, BD)
+    i = b[:, None, None] * NEAR + r[None, :, None]
+    at = x + (token + i).to(tl.int64) * stride + head * D + d[None, None, :]
+    return tl.load(at, mask=(i < count) & (d < D)[None, None, :], other=0.0)
+
+
+@triton.jit
+def _load_own(e, token, count, H, head, C: tl.constexpr, TURNED: tl.constexpr):
+    """[C / 16, 16, 16]: the diagonal blocks of e [N, H, C], row then column; TURNED: column then row."""
+    b, r, s = tl.arange(0, C // NEAR)[:, None, None], tl.arange(0, NEAR)[None, :, None], tl.arange(0, NEAR)[None, None, :]
+    if TURNED:
+        at, inside = e + (token + b * NEAR + s).to(tl.int64) * (H * C) + head * C + b * NEAR + r, b * NEAR + s < count
+    else:
+        at, inside = e + (token + b * NEAR + r).to(tl.int64) * (H * C) + head * C + b * NEAR + s, b * NEAR + r < count
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _near_gates(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr):
+    """g / ln 2 as `kernels.levels.load_decay`, by blocks of rows."""
+    g = _load_near(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)
+    return (tl.where(g < -200.0, -200.0, g) * LOG2E).to(GATE)
+
+
+@triton.jit
+def _same(x, C: tl.constexpr):
+    """x [16, 16] for each block: [C / 16, 16, 16]."""
+    return tl.broadcast_to(x[None, :, :], [C // NEAR, NEAR, NEAR])
+
+
+@triton.jit
+def _near_decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
+    """F [C / 16, 16, BD] of a level inside the blocks."""
+    return tl.exp2(tl.dot(_same(tl.where(halves(half, NEAR), 1.0, 0.0).to(g.dtype), C), g, input_precision=PRECISION))
+
+
+@triton.jit
+def _near_gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g plus, at t, the sum of summed over the rows of its block whose factor holds gate t."""
+    holds = _same(tl.where(halves(half, NEAR, TURNED=True), 1.0, 0.0).to(DOT), C)
+    return tl.dot(holds, summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _level(half, TURNED: tl.constexpr):
+    """[1, 16, 16]: the pairs (i, j) of a level inside a block, i > j; TURNED: at (j, i)."""
+    i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    highest = ((i ^ j) & -half) == half  # the highest bit in which they differ
+    if TURNED:
+        return (highest & (i < j))[None, :, :]
+    return (highest & (i > j))[None, :, :]
+
+
+@triton.jit
+def _near_reads(
+    q, k, w, decay, e1, e2, token, count, H, head, first, q_stride, k_stride, decay_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """The pairs of each block of 16 rows: their parts of r dqhat, r dkhat (the key that reads) and dg, [C, BLOCK] each."""
+    Q = _load_near(q, token, count, q_stride, head, first, K, BLOCK, C)
+    Key = _load_near(k, token, count, k_stride, head, first, K, BLOCK, C)
+    W = Key
+    if PRECONDITION:
+        W = _load_near(w, token, count, H * K, head, first, K, BLOCK, C)
+    g = _near_gates(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    E1, E2 = _load_own(e1, token, count, H, head, C, False), _load_own(e2, token, count, H, head, C, False)
+    r = tl.arange(0, NEAR)
+    own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E2.to(tl.float32), 0.0), 2)
+    grad_q = own[:, :, None] * W.to(tl.float32)  # a row and itself: nothing decays
+    grad_k = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
+    grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
+    for number in tl.range(0, 4, num_stages=1):
+        half = 1 << number
+        F = _near_decays(g, half, C, PRECISION)
+        faded = (F * W.to(tl.float32)).to(W.dtype)
+        level = _level(half, False)
+        flow_q = F * tl.dot(tl.where(level, E2, 0.0), faded, input_precision=PRECISION)
+        flow_k = F * tl.dot(tl.where(level, E1, 0.0), faded, input_precision=PRECISION)
+        grad_q += flow_q
+        grad_k += flow_k
+        summed = flow_q * Q.to(tl.float32) + flow_k * Key.to(tl.float32)
+        grad_g = _near_gathered(grad_g, summed, half, C, DOT, PRECISION)
+    return tl.reshape(grad_q, [C, BLOCK]), tl.reshape(grad_k, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
+
+
+@triton.jit
+def _near_writes(
+    q, k, w, decay, e1, e2, token, count, H, head, first, q_stride, k_stride, decay_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """The pairs of each block of 16 rows: their parts of dw (or r dkhat) and dg, [C, BLOCK] each."""
+    Q = _load_near(q, token, count, q_stride, head, first, K, BLOCK, C)
+    Key = _load_near(k, token, count, k_stride, head, first, K, BLOCK, C)
+    W = Key
+    if PRECONDITION:
+        W = _load_near(w, token, count, H * K, head, first, K, BLOCK, C)
+    g = _near_gates(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    E1, E2 = _load_own(e1, token, count, H, head, C, True), _load_own(e2, token, count, H, head, C, True)
+    r = tl.arange(0, NEAR)
+    own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E2.to(tl.float32), 0.0), 2)
+    grad_w = own[:, :, None] * Q.to(tl.float32)
+    grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
+    for number in tl.range(0, 4, num_stages=1):
+        half = 1 << number
+        F = _near_decays(g, half, C, PRECISION)
+        level = _level(half, True)
+        flow = tl.dot(tl.where(level, E1, 0.0), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
+        flow = F * tl.dot(tl.where(level, E2, 0.0), (F * Q.to(tl.float32)).to(W.dtype), flow, input_precision=PRECISION)
+        grad_w += flow
+        grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
+    return tl.reshape(grad_w, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
+
+
+@triton.jit
+def _rows(x, first, stop, C: tl.constexpr):
+    """x [C, BLOCK] with the rows outside first .. stop zero."""
+    i = tl.arange(0, C)
+    return tl.where(((i >= first) & (i < stop))[:, None], x, 0.0)
+
+
+@triton.jit
+def _gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over the rows whose factor holds gate t."""
+    return tl.dot(tl.where(halves(half, C, TURNED=True), 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _far_read(
+    grad, grad_g, X, W, g, e, half, token, count, H, head,
+    C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs of a level of whole blocks to what `_near_reads` made for one reader X, a query or a key."""
+    F = decays(g, half, C, PRECISION)
+    E = load_tile(e, token, count, H * C, head, 0, C, C, C)
+    flow = tl.zeros((C, BLOCK), tl.float32)
+    for start in tl.range(0, C, 2 * half, num_stages=1):
+        lower = _rows(F * W.to(tl.float32), start, start + half, C).to(W.dtype)
+        flow += _rows(tl.dot(E, lower, input_precision=PRECISION), start + half, start + 2 * half, C)
+    flow *= F
+    return grad + flow, _gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
+
+
+@triton.jit
+def _far_write(
+    grad_w, grad_g, Q, Key, W, g, e1, e2, half, token, count, H, head,
+    C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs of a level of whole blocks to what `_near_writes` made."""
+    F = decays(g, half, C, PRECISION)
+    E1, E2 = load_tile(e1, token, count, H * C, head, 0, C, C, C), load_tile(e2, token, count, H * C, head, 0, C, C, C)
+    flow = tl.zeros((C, BLOCK), tl.float32)
+    for start in tl.range(0, C, 2 * half, num_stages=1):
+        upper = _rows(F * Key.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
+        near = tl.dot(tl.trans(E1), upper, input_precision=PRECISION)
+        upper = _rows(F * Q.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
+        flow += _rows(tl.dot(tl.trans(E2), upper, near, input_precision=PRECISION), start, start + half, C)
+    flow *= F
+    return grad_w + flow, _gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
+
+
+@triton.jit
+def _after(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows i >= t: what is read at i from the chunk's start."""
+    t, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.dot(tl.where(i >= t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _before(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows j < t: what j writes for the chunk's end."""
+    t, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.dot(tl.where(j < t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _place(chunks, H, blocks: tl.constexpr):
+    """chunk, head, block of channels of this program."""
+    program = tl.program_id(0)
+    return program // blocks // H, program // blocks % H, program % blocks
+
+
+@triton.jit
+def _reads(
+    q, k, w, decay, rows, whole, h, dh, dx, do, e1, e2, along,  # inputs
+    dq, dk, dg,  # outputs
+    chunks, H, q_stride, k_stride, decay_stride, scale,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """dq, the reading key's part of dk, without its norm, and the parts of dg that these two make, and that from state to state."""
+    chunk, head, block = _place(chunks, H, (K + BLOCK - 1) // BLOCK)
+    at, first = (chunk * H + head).to(tl.int64), block * BLOCK
+    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    grad_q, grad_k, grad_g = _near_reads(
+        q, k, w, decay, e1, e2, token, count, H, head, first, q_stride, k_stride, decay_stride,
+        K, BLOCK, C, PRECONDITION, PRECISION, DOT, GATE,
+    )  # fmt: skip
+    Q = load_tile(q, token, count, q_stride, head, first, K, BLOCK, C)
+    Key = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C)
+    W = Key
+    if PRECONDITION:
+        W = load_tile(w, token, count, H * K, head, first, K, BLOCK, C)
+    g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    for number in tl.range(4, levels(C), num_stages=1):
+        half = 1 << number
+        grad_q, grad_g = _far_read(grad_q, grad_g, Q, W, g, e2, half, token, count, H, head, C, BLOCK, PRECISION, DOT)
+        grad_k, grad_g = _far_read(grad_k, grad_g, Key, W, g, e1, half, token, count, H, head, C, BLOCK, PRECISION, DOT)
+    beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
+    faded = since_start(g, C, PRECISION)
+    from_q = state_term(do, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * faded * (scale * rq)[:, None]
+    from_k = state_term(dx, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * faded * (-beta * rk)[:, None]
+    grad_q += from_q
+    grad_k += from_k
+    grad_g = _after(grad_g, from_q * Q.to(tl.float32) + from_k * Key.to(tl.float32), C, DOT, PRECISION)
+    grad_g += (whole_chunk(g) * kept(h, dh, chunk, H, head, first, K, V, BV, BLOCK))[None, :]
+    if NORMALIZE:
+        i = tl.arange(0, C)
+        turned = tl.load(along + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0) * rq * rq
+        grad_q -= turned[:, None] * Q.to(tl.float32)
+    store_tile(dq, grad_q, token, count, H * K, head, first, K, BLOCK, C)
+    store_tile(dk, grad_k, token, count, H * K, head, first, K, BLOCK, C)
+    store_tile(dg, grad_g, token, count, H * K, head, first, K, BLOCK, C)
+
+
+@triton.jit
+def _writes(
+    q, k, w, decay, rows, dh, u, e1, e2, along,  # inputs
+    dk, dw, dg,  # outputs; dk and dg hold the parts of `_reads`
+    chunks, H, q_stride, k_stride, decay_stride,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """dw with a preconditioner, else all of dk; and all of dg."""
+    chunk, head, block = _place(chunks, H, (K + BLOCK - 1) // BLOCK)
+    at, first = (chunk * H + head).to(tl.int64), block * BLOCK
+    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    grad_w, grad_g = _near_writes(
+        q, k, w, decay, e1, e2, token, count, H, head, first, q_stride, k_stride, decay_stride,
+        K, BLOCK, C, PRECONDITION, PRECISION, DOT, GATE,
+    )  # fmt: skip
+    Q = load_tile(q, token, count, q_stride, head, first, K, BLOCK, C)
+    Key = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C)
+    W = Key
+    if PRECONDITION:
+        W = load_tile(w, token, count, H * K, head, first, K, BLOCK, C)
+    g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    for number in tl.range(4, levels(C), num_stages=1):
+        grad_w, grad_g = _far_write(
+            grad_w, grad_g, Q, Key, W, g, e1, e2, 1 << number, token, count, H, head, C, BLOCK, PRECISION, DOT
+        )  # fmt: skip
+    written, rk = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C)
+    if not PRECONDITION:
+        written *= rk
+    to_state = state_term(u, dh, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION)
+    to_state *= until_end(g, C, PRECISION) * written[:, None]
+    grad_w += to_state
+    grad_g = _before(grad_g, to_state * W.to(tl.float32), C, DOT, PRECISION)
+    grad_g += load_tile(dg, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+    store_tile(dg, grad_g, token, count, H * K, head, first, K, BLOCK, C)
+    if PRECONDITION:
+        store_tile(dw, grad_w, token, count, H * K, head, first, K, BLOCK, C)
+    else:
+        grad_w += load_tile(dk, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+        if NORMALIZE:
+            i = tl.arange(0, C)
+            turned = tl.load(along + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0) * rk * rk
+            grad_w -= turned[:, None] * Key.to(tl.float32)
+        store_tile(dk, grad_w, token, count, H * K, head, first, K, BLOCK, C)
+
+
+def backward(
+    x: Inputs, solved: Solved, layout: Layout, h: Tensor, dh: Tensor, u: Tensor, dx: Tensor, do: Tensor, pairs: Pairs
+) -> Gradients:
+    """h and dh [M, H, V, K], u, dx and do [N, H, V], all contiguous; x.decay [N, H, K]."""
+    (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
+    preconditioned, wide = solved.w is not None, x.k.dtype == torch.float32
+    made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
+    dq, dk, dw = made[0], made[1], made[2] if preconditioned else None
+    dg = x.decay.new_empty(N, H, K)
+    choice = setting("gradients_channel", x.k)
+    block = min(choice.block, power_of_2(K))
+    sizes = layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride
+    constants = {
+        "K": K, "V": V, "BV": min(32 if wide else 128, power_of_2(V)), "BLOCK": block, "C": layout.chunk,
+        "PRECONDITION": preconditioned, "NORMALIZE": x.normalize, "PRECISION": dot_precision(x.k),
+        "DOT": tl.float32 if wide else tl.bfloat16, "GATE": tl.float32 if wide else tl.float16,
+        "num_warps": choice.warps, "num_stages": choice.stages, "maxnreg": choice.registers,
+    }  # fmt: skip
+    keys, e = (x.q, x.k, solved.w, x.decay, solved.rows), (pairs.e1, pairs.e2)
+    programs = M * H * cdiv(K, block)
+    launch(_reads, programs, x.key, *keys, solved.whole, h, dh, dx, do, *e, pairs.along_q, dq, dk, dg, *sizes, x.scale, **constants)
+    launch(_writes, programs, x.key, *keys, dh, u, *e, pairs.along_k, dk, dw, dg, *sizes, **constants)
+    return Gradients(dq, dk, dw, dg)
