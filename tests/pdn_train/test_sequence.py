@@ -82,7 +82,7 @@ def errors(case, found) -> dict[str, float]:
 def test_every_output_and_gradient_on_every_rank(found, recurrence, ranks):
     cases = [case for case in worker.cases() if case[0] == recurrence and case[-1] == ranks]
     told = {(case[1:3], name): e for case in cases for name, e in errors(case, found).items()}
-    assert len(cases) == len(worker.LAYOUTS) + 4
+    assert len(cases) == len(worker.LAYOUTS) + (4 if ranks == 3 else 0)
     assert all(e <= 1e-5 for e in told.values()), {name: e for name, e in told.items() if not e <= 1e-5}
 
 

@@ -174,6 +174,20 @@ def test_two_one_two_processes(whole, write):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
 
 
+def test_two_ranks_share_every_sample_and_then_none(whole, write):
+    config = write("sequence")
+    process = start(config, "parallel.sequence=2")
+    reach(config, process, 9)
+    assert "2 x cpu, 2 ranks a sequence" in kill(process)
+    assert "resumed at step 8" in finish(start(config))
+    for ours, theirs in zip(metrics(config), metrics(whole[0]), strict=True):
+        assert [ours[key] for key in ("step", "tokens", "lr")] == [theirs[key] for key in ("step", "tokens", "lr")]
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
+    ours, theirs = ([json.loads(line) for line in (run_dir(c) / "validation.jsonl").read_text().splitlines()] for c in (config, whole[0]))
+    assert [v["targets"] for v in ours] == [v["targets"] for v in theirs] == [9 * 64] * 2
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=1e-3)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_ends_in_one_checkpoint_and_75(write, number):
     config = write("signal")
