@@ -3,9 +3,9 @@
     none        everything the backward pass needs is kept
     block       the module keeps its input and is run again, whole
     selective   it keeps its input and the products of its Linear layers; all else is run again: norms, convolution, gates, activation
-                functions, and with model.kernel=torch the recurrence, whose own products are batched ones. The Triton recurrence is kept
-                too, as far as its backward pass needs it (`kernels.kept`): its stages are most of what would be run again, and what they
-                make is 0.8 of the 1.3 KB that a token and head keeps. q, k, v and the gates it reads are made again, by one launch
+                functions, and with model.kernel=torch the recurrence, whose own products are batched ones. What the Triton recurrence
+                makes for its backward pass is kept too (`kernels.kept`): 0.8 KB a token and head (16 bits, 128 channels, a decay a head),
+                and its stages are most of what would be run again. q, k, v and the gates, which it reads, are made again by one launch
 
 The gradients are the same bit for bit, also under ZeRO-3. What each mode keeps, in bytes: `pdn_train.estimate`.
 """
