@@ -42,8 +42,8 @@ def make(kind: str, folder: Path) -> None:
 
 
 @torch.no_grad()
-def compare(folder: Path) -> dict[torch.dtype, float]:
-    """Relative RMS error of their logits, by dtype."""
+def compare(folder: Path) -> dict[torch.dtype, tuple[float, float]]:
+    """Relative RMS error of their logits and of ours on the same GPU, by dtype."""
     import fla  # noqa: F401 - registers its classes
     from transformers import AutoModelForCausalLM
 
@@ -56,9 +56,14 @@ def compare(folder: Path) -> dict[torch.dtype, float]:
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
         rounded, _ = weights.load_model(source, "cpu", dtype, "torch")
         judge = expected if dtype == torch.float32 else rounded.double()(ids)  # the same rounded weights, computed exactly
-        difference = theirs(ids.cuda()).logits.double().cpu() - judge
-        errors[dtype] = (difference.square().mean() / judge.square().mean()).sqrt().item()
+        mine, _ = weights.load_model(source, "cuda", dtype, "torch")
+        both = theirs(ids.cuda()).logits, mine(ids.cuda())
+        errors[dtype] = tuple(relative(logits.double().cpu(), judge) for logits in both)
     return errors
+
+
+def relative(x: torch.Tensor, judge: torch.Tensor) -> float:
+    return ((x - judge).square().mean() / judge.square().mean()).sqrt().item()
 
 
 def main() -> int:
@@ -76,10 +81,11 @@ def main() -> int:
         for folder in folders:
             if not folder.exists():
                 make(folder.name, folder)
-            for dtype, error in compare(folder).items():
-                fine = error <= TOLERANCES[dtype]
+            for dtype, (theirs, ours) in compare(folder).items():
+                fine = theirs <= TOLERANCES[dtype]
                 wrong += not fine
-                print(f"{folder.name:8} {str(dtype):16} relative RMS {error:.2e}  {'ok' if fine else 'WRONG'}", flush=True)
+                errors = f"relative RMS: theirs {theirs:.2e}, ours {ours:.2e}"
+                print(f"{folder.name:8} {str(dtype):16} {errors}  {'ok' if fine else 'WRONG'}", flush=True)
     return 1 if wrong else 0
 
 
