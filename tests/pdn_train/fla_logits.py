@@ -1,8 +1,8 @@
 """Logits of this project against flash-linear-attention's own classes on a GPU: `python tests/pdn_train/fla_logits.py [FOLDER ...]`.
 
 Without arguments: a small model of each kind, random weights, exported, loaded there by AutoModelForCausalLM, run on the same ids, in fp32
-(relative RMS error of the logits at most 1e-4) and bf16 (1e-2), against this project's fp64 model on the CPU. FOLDER names exports of
---format fla instead. Prints a line each and exits 1 where one is off, 77 where flash-linear-attention, transformers or a GPU is missing.
+(relative RMS error of the logits at most 1e-4) and bf16 (1e-2, or little more than this project's own), against this project's fp64 model
+on the CPU. FOLDER names exports of --format fla instead. Prints a line each and exits 1 where one is off, 77 where flash-linear-attention, transformers or a GPU is missing.
 Their first call compiles and autotunes for a minute or more a kind; `--kinds pgdn,pkda` takes some of them.
 """
 
@@ -25,6 +25,7 @@ from pdn_train.model import LanguageModel
 
 KINDS = ("dn", "gdn", "kda", "pdn", "pgdn", "pkda")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+NOISE = 1.25  # in bf16 these random weights alone cost 1.2 % (measured on a CPU): theirs may be so many times ours
 LENGTH = 200  # more than the 64 tokens up to which those classes go token by token
 
 
@@ -82,7 +83,7 @@ def main() -> int:
             if not folder.exists():
                 make(folder.name, folder)
             for dtype, (theirs, ours) in compare(folder).items():
-                fine = theirs <= TOLERANCES[dtype]
+                fine = theirs <= max(TOLERANCES[dtype], NOISE * ours if dtype == torch.bfloat16 else 0)
                 wrong += not fine
                 errors = f"relative RMS: theirs {theirs:.2e}, ours {ours:.2e}"
                 print(f"{folder.name:8} {str(dtype):16} {errors}  {'ok' if fine else 'WRONG'}", flush=True)
