@@ -1,8 +1,8 @@
 """What the recurrence is told, from one product's columns, in one launch: the convolution's q, k, v, and the gates.
 
 The two have nothing to do with each other but the tensor they read and its gradient, which they write together. So the programs of one
-launch are dealt out: the first ones walk over the convolution (`conv_triton`), the others over the gates (`gates_triton`). Backward the
-same, and then one launch for the sums of both (`sums`). The convolution alone is the same launch without the others.
+launch are dealt out: the first ones, short, make the gates (`gates_triton`), the others walk over the convolution (`conv_triton`). Backward
+the same, and then one launch for the sums of both (`sums`). The convolution alone is the same launch without the first ones.
 """
 
 from __future__ import annotations
@@ -21,59 +21,51 @@ from kernels.launch import aligned, cdiv, launch
 from kernels.sums import Sum, column_sums, partial_sums
 
 
-@triton.jit(do_not_specialize=["conv_programs", "tokens"], do_not_specialize_on_alignment=PARAMETERS)
+@triton.jit(do_not_specialize=["gate_programs", "tokens"], do_not_specialize_on_alignment=PARAMETERS)
 def _inputs(
     x, weight, initial, blocks, q, k, v, final,
     A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
-    conv_programs, tokens, units,
+    gate_programs, tokens, units,
     UNIT: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
     H: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, FORGET: tl.constexpr, GAIN: tl.constexpr, FACTOR: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """`conv_rows` and `gate_rows`; H = 0: no gates."""
+    """`gate_rows`, then `conv_rows`; H = 0: no gates."""
     pid, stride = tl.program_id(0), units * UNIT
-    if H == 0:
+    if pid >= gate_programs:
+        pid -= gate_programs
         conv_rows(x, weight, initial, blocks, q, k, v, final, pid, stride, W, PARTS, BC, ROWS, INITIAL, FINAL, STAGES)
-    else:
-        if pid < conv_programs:
-            conv_rows(x, weight, initial, blocks, q, k, v, final, pid, stride, W, PARTS, BC, ROWS, INITIAL, FINAL, STAGES)
-        else:
-            gate_rows(
-                x, A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
-                pid - conv_programs, tokens, stride, H, BETA, DECAY, FORGET, GAIN, FACTOR, BH, BT,
-            )  # fmt: skip
+    elif H > 0:
+        gate_rows(
+            x, A_log, dt_bias, forget_A_log, forget_dt_bias, center, beta, decay, forget, gain, wide_center,
+            pid, tokens, stride, H, BETA, DECAY, FORGET, GAIN, FACTOR, BH, BT,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["conv_programs", "tokens"], do_not_specialize_on_alignment=PARAMETERS)
+@triton.jit(do_not_specialize=["gate_programs", "tokens"], do_not_specialize_on_alignment=PARAMETERS)
 def _inputs_backward(
     x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial,
     A_log, dt_bias, forget_A_log, forget_dt_bias, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, sums,
-    conv_programs, tokens, units, dx_units,
+    gate_programs, tokens, units, dx_units,
     UNIT: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
     H: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, FORGET: tl.constexpr, GAIN: tl.constexpr, FACTOR: tl.constexpr,
     BH: tl.constexpr, LOW: tl.constexpr, OUTPUT: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """`conv_rows_backward` and `gate_rows_backward`."""
+    """`gate_rows_backward`, then `conv_rows_backward`."""
     pid, stride, dx_stride = tl.program_id(0), units * UNIT, dx_units * UNIT
-    if H == 0:
+    if pid >= gate_programs:
+        pid -= gate_programs
         conv_rows_backward(
             x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial, pid, stride, dx_stride,
             W, PARTS, BC, ROWS, INITIAL, FINAL, STAGES,
         )  # fmt: skip
-    else:
-        if pid < conv_programs:
-            conv_rows_backward(
-                x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial, pid, stride, dx_stride,
-                W, PARTS, BC, ROWS, INITIAL, FINAL, STAGES,
-            )  # fmt: skip
-        else:
-            gate_rows_backward(
-                x, A_log, dt_bias, forget_A_log, forget_dt_bias, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, dx, sums,
-                pid - conv_programs, tokens, stride, dx_stride,
-                H, BETA, DECAY, FORGET, GAIN, FACTOR, BH, LOW, OUTPUT, R, BR, BT,
-            )  # fmt: skip
+    elif H > 0:
+        gate_rows_backward(
+            x, A_log, dt_bias, forget_A_log, forget_dt_bias, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, dx, sums,
+            pid, tokens, stride, dx_stride, H, BETA, DECAY, FORGET, GAIN, FACTOR, BH, LOW, OUTPUT, R, BR, BT,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,8 +92,9 @@ class Call:
 
 
 def _programs(call: Call, blocks: Tensor, tokens: int) -> tuple[int, int]:
-    """How many walk over the convolution, and how many over the gates."""
-    return len(blocks) * call.parts * cdiv(call.width, CHANNELS), cdiv(tokens, TOKENS) if call.columns else 0
+    """How many make the gates, and how many there are."""
+    gates = cdiv(tokens, TOKENS) if call.columns else 0
+    return gates, gates + len(blocks) * call.parts * cdiv(call.width, CHANNELS)
 
 
 class _MixerInputs(torch.autograd.Function):
@@ -114,10 +107,10 @@ class _MixerInputs(torch.autograd.Function):
         parts = tuple(torch.empty(N, call.width, dtype=x.dtype, device=x.device) for _ in range(call.parts))
         final = torch.empty(call.sequences, 3, call.parts * call.width, dtype=x.dtype, device=x.device) if call.final else None
         gates = empty_gates(x, c) if c else (None,) * 5
-        conv, others = _programs(call, blocks, N)
+        (gate_programs, programs), unit = _programs(call, blocks, N), row_unit(x)
         launch(
-            _inputs, conv + others, _key(x, weight, initial, *parameters),
-            x, weight, initial, blocks, *_three(parts), final, *parameters, *gates, conv, N, x.stride(0) // row_unit(x), UNIT=row_unit(x),
+            _inputs, programs, _key(x, weight, initial, *parameters),
+            x, weight, initial, blocks, *_three(parts), final, *parameters, *gates, gate_programs, N, x.stride(0) // unit, UNIT=unit,
             **call.conv_constants(FORWARD_ROWS, initial), **constants(c), BT=TOKENS, num_warps=1,
         )  # fmt: skip
         ctx.call = call
@@ -134,14 +127,14 @@ class _MixerInputs(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         unit = row_unit(x, dx)
         dinitial = None if initial is None else torch.empty_like(initial)
-        conv, others = _programs(call, blocks, N)
+        gate_programs, programs = _programs(call, blocks, N)
         conv_sums = partial_sums(len(blocks), 4 * D, x)
-        gate_sums = partial_sums(others, 5 * c.heads, x) if c else None
+        gate_sums = partial_sums(gate_programs, 5 * c.heads, x) if c else None
         launch(
-            _inputs_backward, conv + others, (_key(x, weight, initial, *parameters), dx.stride(0)),
+            _inputs_backward, programs, (_key(x, weight, initial, *parameters), dx.stride(0)),
             x, weight, initial, blocks, *_three(dparts), dfinal, dx, conv_sums, dinitial,
             *parameters[:4], dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput, gate_sums,
-            conv, N, x.stride(0) // unit, dx.stride(0) // unit, UNIT=unit,
+            gate_programs, N, x.stride(0) // unit, dx.stride(0) // unit, UNIT=unit,
             **call.conv_constants(BACKWARD_ROWS, initial), **constants(c), **handed_on_constants(c), BT=TOKENS, num_warps=1,
         )  # fmt: skip
         dweight, second, dparameters = torch.empty_like(weight), None, (None,) * 5

@@ -19,7 +19,7 @@ from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Sum, column_sums, partial_sums
 
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # elements at a time
-PROGRAMS = 528  # of a backward pass, about: 4 a multiprocessor; each has its own partial sums
+PROGRAMS = 1056  # of a backward pass, about: 8 a multiprocessor; each has its own partial sums
 
 
 @triton.jit
