@@ -193,6 +193,14 @@ def _name_the_stage(wrapped: object, stage: int) -> None:
         wrapped.state_dict = lambda: {**original(), "zero_stage": stage}
 
 
+# SLURM's warning goes to every process of a job step, whatever its session; its default is to kill
+_CONVERTER = """
+import runpy, signal
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+"""
+
+
 def to_universal(checkpoint: Path, output: Path) -> None:
     """One process: turn the ZeRO files of any stage and world size into `output`/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt, whole tensors.
 
@@ -203,7 +211,7 @@ def to_universal(checkpoint: Path, output: Path) -> None:
     if not list(checkpoint.glob("*_optim_states.pt")):
         _lay_out_stage_0(checkpoint, output)
         return
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(checkpoint)]
+    command = [sys.executable, "-c", _CONVERTER, "--input_folder", str(checkpoint)]
     command += ["--output_folder", str(output), "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     # In a session of its own: a signal to all of the job's processes must not end the conversion, which the job then waits for
     done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)

@@ -42,7 +42,7 @@ from pdn_train.tasks import EvaluationError, Options, Subject, evaluate_loss, ru
 from pdn_train.tokenizer import Tokenizer
 from pdn_train.watchdog import Watchdog
 from pdn_train.weights import WeightsError, find, load_into, load_weights
-from pdn_train.world import Disagreement, World, WorldError, own_rank
+from pdn_train.world import Disagreement, World, WorldError, own_rank, require_kernel_cache
 
 log = logging.getLogger("pdn_train")
 
@@ -298,6 +298,10 @@ def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -
         config.accumulation(world.size)
         if config.model.kernel == "triton" and world.device.type != "cuda":
             raise ConfigError(f"model.kernel=triton needs a GPU, and this rank computes on {world.device}; use model.kernel=torch")
+        if config.model.kernel == "triton":
+            require_kernel_cache()
+        if watchdog is not None:
+            watchdog.beat("looking for the other ranks")
         world.start(config.launch.hang_seconds)
         data = open_data(config, world)
         if watchdog is None:

@@ -138,8 +138,8 @@ class Watchdog:
     def _silent(self) -> Word | None:
         """By this machine's clock alone: clocks of two machines differ."""
         for rank in self._neighbours:
-            word = read_word(self.folder, rank)
-            if word is None or word.state != "running":
+            word = read_word(self.folder, rank) or Word(rank, host="a node unknown", machine="", pid=0, doing="starting, not heard of yet")
+            if word.state != "running":
                 continue
             beats, since = self._seen.get(rank, (-1, 0.0))
             if word.beats != beats:

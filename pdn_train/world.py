@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -161,6 +163,22 @@ def own_rank() -> int:
 def _local_size(size: int) -> int:
     """Ranks on a node, as torchrun or SLURM says; without either all are on one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", size)))
+
+
+def require_kernel_cache() -> None:
+    """Raise WorldError where Triton could not keep its compiled kernels: it would find out after the ranks have met, on one of them."""
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    folder = Path(chosen or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{uuid.uuid4().hex}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise WorldError(
+            f"TRITON_CACHE_DIR={chosen or f'(not set: {folder})'} cannot be written on {socket.gethostname()} ({error.strerror}); "
+            "set it to a folder on this node's own disk"
+        ) from error
 
 
 def without_gpu() -> None:

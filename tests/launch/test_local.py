@@ -42,9 +42,12 @@ def test_a_rank_that_raises_is_tried_once_more_and_then_heard(make_whole_run):
 
 
 def test_sigterm_to_the_launcher_then_the_same_command(make_whole_run, uninterrupted):
-    """Rank 1 was killed before: the job has started again by itself."""
+    """Rank 1 was killed before: the job has started again by itself. The signal comes in the middle of a save, and twice."""
     run = make_whole_run("term")
-    faults = ({"rank": 1, "at": "computing", "step": 3, "act": "kill"}, {"rank": 0, "at": "reading samples", "step": 9, "act": "signal"})
+    faults = (
+        {"rank": 1, "at": "computing", "step": 3, "act": "kill"},
+        {"rank": 0, "at": "saving a checkpoint", "step": 8, "act": "signal"},
+    )
     process = start(run, faults=faults)
     run.wait(lambda: run.met(1))
     process.send_signal(signal.SIGTERM)
@@ -52,7 +55,7 @@ def test_sigterm_to_the_launcher_then_the_same_command(make_whole_run, uninterru
     said = finish(process, 75)
     assert [(e["how"], e["again"]) for e in run.endings()] == [("crashed", True), ("stopped", True)]
     assert run.endings()[0]["error"].startswith("the process is gone without a word") and "rank 1" in said
-    assert "step_0000000009" in run.checkpoints() and not (run.path / "lease.json").exists()
+    assert run.checkpoints() == ["step_0000000004", "step_0000000008"] and not (run.path / "lease.json").exists()
     finish(start(run), 0)
     assert run.story() == uninterrupted.story()
 
@@ -76,3 +79,14 @@ def test_the_time_limit_on_this_machine(make_whole_run, uninterrupted):
     )
     assert [(e["how"], e["again"]) for e in run.endings()] == [("stopped", True), ("done", False)]
     assert run.story() == uninterrupted.story()
+
+
+@pytest.mark.long
+def test_a_signal_while_a_rank_starts(make_whole_run):
+    """torch is not imported yet, and submitit's own handler would requeue from there."""
+    run = make_whole_run("early")
+    process = start(run, faults=({"rank": 1, "at": "importing torch", "act": "signal"},))
+    run.wait(run.met)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 75)
+    assert run.checkpoints() == ["step_0000000000"] and [e["how"] for e in run.endings()] == ["stopped"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -36,6 +37,7 @@ def test_cancelled_with_a_checkpoint(slurm, make_whole_run):
     run = make_whole_run("cancel")
     job = slurm.submit(run, faults=({"rank": 0, "at": "reading samples", "step": 5, "act": "signal"},))
     run.wait(run.met)
+    assert f"running, job {job}" in slurm.call(sys.executable, "-m", "launch.status", str(run.path))
     slurm.call("scancel", job)
     run.wait(slurm.ended(job))
     run.wait(lambda: not (run.path / "lease.json").exists())

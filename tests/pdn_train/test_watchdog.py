@@ -111,6 +111,11 @@ def test_a_stopped_process_is_silent(start, tmp_path):
     assert first.rank == 1 and "silent for" in first.error
 
 
+def test_a_rank_that_never_came_is_named(start, tmp_path):
+    assert ends(start(0, "work", 2))[0] == 1
+    assert read_first(tmp_path).rank == 1 and "not heard of yet" in read_first(tmp_path).doing
+
+
 def test_a_rank_that_holds_pythons_lock_is_ended_by_the_timer(start):
     locked = start(0, "lock", 1)
     code, said = ends(locked)

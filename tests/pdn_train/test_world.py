@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdn_train.world import World
+from pdn_train.world import World, WorldError, require_kernel_cache
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
 
@@ -77,3 +77,17 @@ def test_a_gpu_that_is_not_there_is_named(environment):
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError, match="train.device=cuda"):
         World.detect(device="cuda")
+
+
+def test_a_kernel_cache_that_cannot_be_written_is_named(environment, tmp_path):
+    (tmp_path / "file").write_text("")
+    environment("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(WorldError, match=f"TRITON_CACHE_DIR={tmp_path}/file/cache cannot be written on .*own disk"):
+        require_kernel_cache()
+    environment("TRITON_CACHE_DIR", "")
+    environment("TRITON_HOME", str(tmp_path / "file"))  # a home that is read-only
+    with pytest.raises(WorldError, match=f"not set: {tmp_path}/file/.triton/cache"):
+        require_kernel_cache()
+    environment("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    require_kernel_cache()
+    assert list((tmp_path / "cache").iterdir()) == []
