@@ -70,7 +70,7 @@ def through_norm(
     K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dx [N, H, K], which holds r dxhat where xhat = r x, becomes the gradient of x; along: x . (r dxhat)."""
-    for d in tl.range(0, BK, BLOCK, num_stages=1):
+    for d in tl.range(0, K, BLOCK, num_stages=1):
         x_block = load_tile(x, token, count, x_stride, head, d, K, BLOCK, C).to(tl.float32)
         grad = load_tile(dx, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
         store_tile(dx, grad - x_block * (r * r * along)[:, None], token, count, H * K, head, d, K, BLOCK, C)
@@ -120,7 +120,7 @@ def _gradients(
     query_read, key_read, write = load_row(rows, QUERY_READ, at, C), load_row(rows, KEY_READ, at, C), load_row(rows, WRITE, at, C)
     to_state, from_state, passed = beta * 0.0, beta * 0.0, 0.0
     along_q, along_k = beta * 0.0, beta * 0.0
-    for d in tl.range(0, BK, BLOCK, num_stages=1):
+    for d in tl.range(0, K, BLOCK, num_stages=1):
         token = _again(chunks, chunk)
         Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
         Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)

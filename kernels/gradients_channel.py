@@ -34,7 +34,7 @@ from torch import Tensor
 from kernels.gradients import Gradients, kept, state_term
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
-from kernels.levels import decays, halves, levels, load_decay, since_start, until_end, whole_chunk
+from kernels.levels import halves, levels, load_decay, load_sums, sums, whole_chunk
 from kernels.pairs import Pairs
 from kernels.tiles import BETA, KEY_NORM, LOG2E, QUERY_NORM, dot_precision, load_row, load_tile, store_tile
 from kernels.tuned import setting
@@ -168,34 +168,42 @@ def _rows(x, first, stop, C: tl.constexpr):
 
 
 @triton.jit
-def _gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def _decays(g, table, number, C: tl.constexpr, PRECISION: tl.constexpr):
+    """F [C, BLOCK], of the level or the whole chunk that `number` names in `kernels.levels.sums`."""
+    return tl.exp2(tl.dot(load_sums(table, number, C), g, input_precision=PRECISION))
+
+
+@triton.jit
+def _gathered(grad_g, summed, turned, number, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over the rows whose factor holds gate t."""
-    return tl.dot(tl.where(halves(half, C, TURNED=True), 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+    return tl.dot(load_sums(turned, number, C), summed.to(DOT), grad_g, input_precision=PRECISION)
 
 
 @triton.jit
 def _far_read(
-    grad, grad_g, X, W, g, e, half, token, count, H, head,
+    grad, grad_g, X, W, g, e, table, turned, number, token, count, H, head,
     C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_reads` made for one reader X, a query or a key."""
-    F = decays(g, half, C, PRECISION)
+    half = 1 << number
+    F = _decays(g, table, number, C, PRECISION)
     E = load_tile(e, token, count, H * C, head, 0, C, C, C)
     flow = tl.zeros((C, BLOCK), tl.float32)
     for start in tl.range(0, C, 2 * half, num_stages=1):
         lower = _rows(F * W.to(tl.float32), start, start + half, C).to(W.dtype)
         flow += _rows(tl.dot(E, lower, input_precision=PRECISION), start + half, start + 2 * half, C)
     flow *= F
-    return grad + flow, _gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
+    return grad + flow, _gathered(grad_g, flow * X.to(tl.float32), turned, number, C, DOT, PRECISION)
 
 
 @triton.jit
 def _far_write(
-    grad_w, grad_g, Q, Key, W, g, e1, e2, half, token, count, H, head,
+    grad_w, grad_g, Q, Key, W, g, e1, e2, table, turned, number, token, count, H, head,
     C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_writes` made."""
-    F = decays(g, half, C, PRECISION)
+    half = 1 << number
+    F = _decays(g, table, number, C, PRECISION)
     E1, E2 = load_tile(e1, token, count, H * C, head, 0, C, C, C), load_tile(e2, token, count, H * C, head, 0, C, C, C)
     flow = tl.zeros((C, BLOCK), tl.float32)
     for start in tl.range(0, C, 2 * half, num_stages=1):
@@ -204,21 +212,7 @@ def _far_write(
         upper = _rows(F * Q.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
         flow += _rows(tl.dot(tl.trans(E2), upper, near, input_precision=PRECISION), start, start + half, C)
     flow *= F
-    return grad_w + flow, _gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
-
-
-@triton.jit
-def _after(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows i >= t: what is read at i from the chunk's start."""
-    t, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.dot(tl.where(i >= t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
-
-
-@triton.jit
-def _before(grad_g, summed, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """grad_g [C, BLOCK] plus, at t, the sum of summed [C, BLOCK] over rows j < t: what j writes for the chunk's end."""
-    t, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.dot(tl.where(j < t, 1.0, 0.0).to(DOT), summed.to(DOT), grad_g, input_precision=PRECISION)
+    return grad_w + flow, _gathered(grad_g, flow * W.to(tl.float32), turned, number, C, DOT, PRECISION)
 
 
 @triton.jit
@@ -230,7 +224,7 @@ def _place(chunks, H, blocks: tl.constexpr):
 
 @triton.jit
 def _reads(
-    q, k, w, decay, rows, whole, h, dh, dx, do, e1, e2, along,  # inputs
+    q, k, w, decay, rows, whole, h, dh, dx, do, e1, e2, along, table, turned,  # inputs
     dq, dk, dg,  # outputs
     chunks, H, q_stride, k_stride, decay_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
@@ -251,16 +245,19 @@ def _reads(
         W = load_tile(w, token, count, H * K, head, first, K, BLOCK, C)
     g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
     for number in tl.range(4, levels(C), num_stages=1):
-        half = 1 << number
-        grad_q, grad_g = _far_read(grad_q, grad_g, Q, W, g, e2, half, token, count, H, head, C, BLOCK, PRECISION, DOT)
-        grad_k, grad_g = _far_read(grad_k, grad_g, Key, W, g, e1, half, token, count, H, head, C, BLOCK, PRECISION, DOT)
+        grad_q, grad_g = _far_read(
+            grad_q, grad_g, Q, W, g, e2, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT
+        )  # fmt: skip
+        grad_k, grad_g = _far_read(
+            grad_k, grad_g, Key, W, g, e1, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT
+        )  # fmt: skip
     beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
-    faded = since_start(g, C, PRECISION)
+    faded = _decays(g, table, levels(C), C, PRECISION)
     from_q = state_term(do, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * faded * (scale * rq)[:, None]
     from_k = state_term(dx, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * faded * (-beta * rk)[:, None]
     grad_q += from_q
     grad_k += from_k
-    grad_g = _after(grad_g, from_q * Q.to(tl.float32) + from_k * Key.to(tl.float32), C, DOT, PRECISION)
+    grad_g = _gathered(grad_g, from_q * Q.to(tl.float32) + from_k * Key.to(tl.float32), turned, levels(C), C, DOT, PRECISION)
     grad_g += (whole_chunk(g) * kept(h, dh, chunk, H, head, first, K, V, BV, BLOCK))[None, :]
     if NORMALIZE:
         i = tl.arange(0, C)
@@ -273,7 +270,7 @@ def _reads(
 
 @triton.jit
 def _writes(
-    q, k, w, decay, rows, dh, u, e1, e2, along,  # inputs
+    q, k, w, decay, rows, dh, u, e1, e2, along, table, turned,  # inputs
     dk, dw, dg,  # outputs; dk and dg hold the parts of `_reads`
     chunks, H, q_stride, k_stride, decay_stride,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
@@ -295,15 +292,15 @@ def _writes(
     g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
     for number in tl.range(4, levels(C), num_stages=1):
         grad_w, grad_g = _far_write(
-            grad_w, grad_g, Q, Key, W, g, e1, e2, 1 << number, token, count, H, head, C, BLOCK, PRECISION, DOT
+            grad_w, grad_g, Q, Key, W, g, e1, e2, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT
         )  # fmt: skip
     written, rk = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C)
     if not PRECONDITION:
         written *= rk
     to_state = state_term(u, dh, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION)
-    to_state *= until_end(g, C, PRECISION) * written[:, None]
+    to_state *= _decays(g, table, levels(C) + 1, C, PRECISION) * written[:, None]
     grad_w += to_state
-    grad_g = _before(grad_g, to_state * W.to(tl.float32), C, DOT, PRECISION)
+    grad_g = _gathered(grad_g, to_state * W.to(tl.float32), turned, levels(C) + 1, C, DOT, PRECISION)
     grad_g += load_tile(dg, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
     store_tile(dg, grad_g, token, count, H * K, head, first, K, BLOCK, C)
     if PRECONDITION:
@@ -335,8 +332,12 @@ def backward(
         "DOT": tl.float32 if wide else tl.bfloat16, "GATE": tl.float32 if wide else tl.float16,
         "num_warps": choice.warps, "num_stages": choice.stages, "maxnreg": choice.registers,
     }  # fmt: skip
+    gate, dot = (torch.float32, torch.float32) if wide else (torch.float16, torch.bfloat16)
+    tables = sums(layout.chunk, gate, x.k.device), sums(layout.chunk, dot, x.k.device, turned=True)
     keys, e = (x.q, x.k, solved.w, x.decay, solved.rows), (pairs.e1, pairs.e2)
     programs = M * H * cdiv(K, block)
-    launch(_reads, programs, x.key, *keys, solved.whole, h, dh, dx, do, *e, pairs.along_q, dq, dk, dg, *sizes, x.scale, **constants)
-    launch(_writes, programs, x.key, *keys, dh, u, *e, pairs.along_k, dk, dw, dg, *sizes, **constants)
+    launch(
+        _reads, programs, x.key, *keys, solved.whole, h, dh, dx, do, *e, pairs.along_q, *tables, dq, dk, dg, *sizes, x.scale, **constants
+    )
+    launch(_writes, programs, x.key, *keys, dh, u, *e, pairs.along_k, *tables, dk, dw, dg, *sizes, **constants)
     return Gradients(dq, dk, dw, dg)

@@ -19,8 +19,12 @@ gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gate
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.tiles import LOG2E, load_tile
 
@@ -91,3 +95,26 @@ def until_end(g, C: tl.constexpr, PRECISION: tl.constexpr):
 def whole_chunk(g):
     """exp(G_C) [BD] fp32: what a chunk leaves of the state it meets."""
     return tl.exp2(tl.sum(g.to(tl.float32), 0))
+
+
+@lru_cache
+def sums(C: int, dtype: torch.dtype, device: torch.device, turned: bool = False) -> Tensor:
+    """[log2 C + 2, C, C] of 0 and 1: at (n, i, t), or turned at (n, t, i), whether gate t is in row i's sum: for the levels n in order as
+    `halves`, then from the chunk's start to i, and from after i to the chunk's end.
+
+    Kernels read these from memory. Made in registers, a left operand goes through shared memory, and Triton 3.6 then places the fence that
+    a product on Hopper needs after the barrier, not before it: it can read a right operand that other warps have not finished writing.
+    """
+    i, t = torch.arange(C)[:, None], torch.arange(C)[None, :]
+    tables = []
+    for half in (1 << number for number in range(C.bit_length() - 1)):
+        tables.append((i // half == t // half) & torch.where(i // half % 2 == 1, t <= i, t > i))
+    table = torch.stack([*tables, t <= i, t > i]).to(dtype)
+    return (table.mT if turned else table).contiguous().to(device)
+
+
+@triton.jit
+def load_sums(table, number, C: tl.constexpr):
+    """[C, C]: one of `sums`."""
+    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.load(table + number * (C * C) + i * C + t)

@@ -99,7 +99,7 @@ def _pairs(
     store_tile(e2, two * span * (scale * rq)[:, None], token, count, H * C, head, 0, C, C, C)
     if SCALAR:
         products = tl.zeros((C, C), tl.float32)
-        for d in tl.range(0, BK, BLOCK, num_stages=1):
+        for d in tl.range(0, K, BLOCK, num_stages=1):
             Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
             W = Key
             if PRECONDITION:

@@ -29,8 +29,11 @@ CANDIDATES = {
     "scan": SCANS,
     "states": SCANS,
     "scan_backward": SCANS,
+    "pairs": [Setting(64, 4, 1), Setting(64, 8, 1)],
     "gradients": [Setting(block, warps, 1) for block in (32, 64, 128) for warps in (4, 8)],
-    "statistic_backward": [Setting(64, warps, 1, registers) for warps in (4, 8) for registers in (None, 168)],
+    "gradients_channel": [Setting(block, warps, 1) for block in (16, 32, 64) for warps in (4, 8)],
+    "statistic_inside": [Setting(block, warps, 1) for block in (32, 64) for warps in (4, 8)],
+    "statistic_finish": [Setting(0, warps, 1) for warps in (4, 8)],
 }
 
 
