@@ -44,6 +44,7 @@ from pdn_train import config
 from pdn_train.compare import compare, table
 from pdn_train.config import Config, ConfigError
 from pdn_train.files import write_whole
+from pdn_train.signals import REQUEUE
 
 
 class SweepError(ValueError):
@@ -145,17 +146,19 @@ class Runner:
             codes = list(pool.map(self._one, runs))
         if timer is not None:
             timer.cancel()
-        return [run for run, code in zip(runs, codes, strict=True) if code not in (0, 75)]
+        return [run for run, code in zip(runs, codes, strict=True) if code not in (0, REQUEUE)]
 
     def _one(self, run: Run) -> int:
         if time.monotonic() >= self._deadline:
-            return 75
+            return REQUEUE
         slot = self._slots.get()
         try:
             run.folder.parent.mkdir(parents=True, exist_ok=True)
             started = time.monotonic()
             code = self._train(run, slot)
-            word = {0: "done", 75: "stopped"}.get(code, f"FAILED ({code}), see {run.log}")
+            if code == -signal.SIGTERM and time.monotonic() >= self._deadline:
+                code = REQUEUE  # told to stop while it was still starting
+            word = {0: "done", REQUEUE: "stopped"}.get(code, f"FAILED ({code}), see {run.log}")
             print(f"{run.folder}: {word} after {time.monotonic() - started:.0f} s", flush=True)
             if code == 0 and self._discard:
                 shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
