@@ -41,7 +41,7 @@ class Watchdog:
         self._me = Word(rank, started=process_start(os.getpid()))
         # Written by the training thread, read by the other
         self._step, self._doing, self._since = self._me.step, self._me.doing, time.monotonic()
-        self._beats = 0
+        self._beats, self._watching = 0, False
         self._interval = min(5.0, max(0.1, hang_seconds / 10))
         self._neighbours = sorted({(rank + 1) % size, (rank - 1) % size} - {rank})
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its count of beats of the thread, when that last changed
@@ -49,6 +49,7 @@ class Watchdog:
         self._lock = threading.Lock()  # between a last word and the thread's routine ones
 
     def start(self) -> Watchdog:
+        self._watching = True
         faulthandler.enable()  # a stack on SIGSEGV, SIGBUS and the like
         self._wind_up()
         self._word().write(self.folder)
@@ -70,7 +71,8 @@ class Watchdog:
             trace = "".join(traceback.format_exception(error))
             word = replace(word, error=f"{type(error).__name__}: {error}", trace=trace)
         self._attempt(lambda: self._last(word))
-        faulthandler.dump_traceback_later(LEAVING_SECONDS, exit=True)
+        if self._watching:
+            faulthandler.dump_traceback_later(LEAVING_SECONDS, exit=True)
 
     def _last(self, word: Word) -> None:
         if word.state == "failed":
