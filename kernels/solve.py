@@ -84,7 +84,7 @@ def _norms(x, token, count, stride, head, K: tl.constexpr, BK: tl.constexpr, BD:
     norms = tl.full((C,), 1.0, tl.float32)
     if NORMALIZE:
         squares = tl.zeros((C,), tl.float32)
-        for d in range(0, BK, BD):
+        for d in range(0, K, BD):
             part = load_tile(x, token, count, stride, head, d, K, BD, C).to(tl.float32)
             squares += tl.sum(part * part, 1)
         norms = tl.rsqrt(squares + 1e-6)
@@ -133,7 +133,7 @@ def _solve(
         grown = tl.exp2(high + low)
         c = load_gate(gain, token, count, H, head, C)
         m = tl.load(center + head)
-    for first in range(0, BK, BD):
+    for first in range(0, K, BD):
         key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
         write = key
         if PRECONDITION:

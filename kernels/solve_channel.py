@@ -63,7 +63,7 @@ def _keys(
         grown = tl.exp2(high + low)
         c = load_gate(gain, token, count, H, head, C)
         m = tl.load(center + head)
-    for first in tl.range(0, BK, BD, num_stages=1):
+    for first in tl.range(0, K, BD, num_stages=1):
         d = first + tl.arange(0, BD)
         key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
         write = key
@@ -114,7 +114,7 @@ def _solve_channel(
         x, stride = q, q_stride
     made = tl.zeros((C, C), tl.float32)
     same = tl.zeros((C,), tl.float32)  # the diagonal, which does not decay
-    for first in tl.range(0, BK, BD, num_stages=1):
+    for first in tl.range(0, K, BD, num_stages=1):
         one = load_tile(x, token, count, stride, head, first, K, BD, C)
         if PRECONDITION:
             write = load_tile(w, token, count, H * K, head, first, K, BD, C)

@@ -66,7 +66,7 @@ def _inside(
     earlier = tl.where(own, 0.0, spans(high, low, count, C)).to(DOT)
     later = tl.where(own, 0.0, spans_transposed(high, low, count, C)).to(DOT)
     sum_p, sum_c, sum_m = rk * 0.0, rk * 0.0, rk * 0.0
-    for first in tl.range(0, BK, BLOCK, num_stages=1):
+    for first in tl.range(0, K, BLOCK, num_stages=1):
         d = first + tl.arange(0, BLOCK)
         khat = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C).to(tl.float32) * rk[:, None]
         gained = c[:, None] * khat * khat

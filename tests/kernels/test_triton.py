@@ -44,7 +44,7 @@ def test_packed(name, case, assert_close):
         assert torch.equal(got["ds"][empty].cpu(), one.weights["s"][empty].float())
 
 
-@pytest.mark.parametrize("K, V", [(30, 21), (120, 16), (16, 100), (144, 16)])
+@pytest.mark.parametrize("K, V", [(30, 21), (96, 16), (120, 16), (16, 100), (144, 16)])
 def test_head_sizes(K, V, case, assert_close):
     """Odd ones, padded to whole 16 bytes; ones that are no power of two; more than 128, in chunks of 16 rows."""
     one = case("pgdn", 20, B=1, H=2, K=K, V=V).rounded(torch.float32)

@@ -56,7 +56,7 @@ def test_packed(name, case, assert_close):
         assert torch.equal(got["s"][empty].cpu(), one.tensors["s"][empty].float())
 
 
-@pytest.mark.parametrize("K, V", [(20, 24), (21, 30), (120, 16), (144, 16)])
+@pytest.mark.parametrize("K, V", [(20, 24), (21, 30), (96, 16), (120, 16), (144, 16)])
 def test_head_sizes(K, V, case, assert_close):
     check(case("pkda", 20, B=1, H=2, K=K, V=V), assert_close)
 
