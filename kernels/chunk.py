@@ -59,7 +59,7 @@ def delta_rule(
             check_triton(q, precond)
             from kernels import chunk_triton  # only here: the other backends need no Triton
 
-            o, state = chunk_triton.run(q, k, v, beta, decay, precond, scale, normalize_qk, initial_state, bounds)
+            o, state = chunk_triton.run(q, k, v, beta, decay, precond, scale, normalize_qk, initial_state, bounds, relay)
         else:
             x = prepare(q, k, v, beta, decay, precond, scale, normalize_qk)
             if backend == "torch":

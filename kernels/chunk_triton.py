@@ -35,14 +35,28 @@ aside: 1.3 KB; with a decay a channel kr, qr and wd too, 2.1 KB. The states are 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kernels import gradients, gradients_channel, pairs, pieces, scan, scan_backward, solve, solve_channel, statistic, statistic_backward
+from kernels import (
+    gradients,
+    gradients_channel,
+    maps_triton,
+    pairs,
+    pieces,
+    scan,
+    scan_backward,
+    solve,
+    solve_channel,
+    statistic,
+    statistic_backward,
+)
 from kernels.kept import once
 from kernels.launch import aligned
 from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
+from kernels.maps import Relay
 from kernels.operands import Preconditioner, State
 
 
@@ -57,11 +71,12 @@ def run(
     normalize_qk: bool,
     state: State | None,
     bounds: tuple[int, ...] | None,
+    relay: Relay | None = None,
 ) -> tuple[Tensor, State]:
     """o [B, T, H, V] and the final states of a checked call (arguments as `kernels.chunk.delta_rule`)."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):  # Triton launches on the current device
-            return run(q, k, v, beta, decay, precond, scale, normalize_qk, state, bounds)
+            return run(q, k, v, beta, decay, precond, scale, normalize_qk, state, bounds, relay)
     batch, length, _, key = q.shape
     value = v.shape[-1]
     table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)
@@ -79,7 +94,7 @@ def run(
     if a_0 is not None:
         a_0 = aligned(_padded(a_0, k.shape[-1]))
     center = aligned(gates[2])
-    call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond))
+    call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond), relay)
     o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, forget, gain, center, s_0, a_0)
     s = s[..., :key, :value]
     return o[..., :value].unflatten(0, (batch, length)), State(s, None if a is None else a[..., :key])
@@ -88,8 +103,8 @@ def run(
 class Call:
     """What of a call is no tensor."""
 
-    def __init__(self, table: Layout, scale: float, normalize: bool, log_bound: float, eps: float):
-        self.table, self.scale, self.normalize, self.log_bound, self.eps = table, scale, normalize, log_bound, eps
+    def __init__(self, table: Layout, scale: float, normalize: bool, log_bound: float, eps: float, relay: Relay | None):
+        self.table, self.scale, self.normalize, self.log_bound, self.eps, self.relay = table, scale, normalize, log_bound, eps, relay
 
     def inputs(self, q, k, v, beta, decay, forget, gain, center) -> Inputs:
         return Inputs(q, k, v, beta, decay, forget, gain, center, self.log_bound, self.eps, self.scale, self.normalize)
@@ -119,19 +134,23 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
-def _stages(x: Inputs, table: Layout, s_0: Tensor | None, a_0: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The forward pass: o, s, a, and what the backward pass needs: starts, maps, a_start, and `Solved`'s tensors."""
-    a_start = a = None
-    if x.forget is not None:
+def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a_0: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The forward pass: o, s, a, and what the backward pass needs: starts, maps, a_start, what the relay passed on of the statistic and of
+    the state, and `Solved`'s tensors."""
+    a_start = a = maps = made = passed_a = passed_s = None
+    if x.forget is not None and relay is None:
         a_start, a = statistic.forward(x, table, a_0)
+    elif x.forget is not None:
+        a_start, a, passed_a = maps_triton.statistic_forward(relay, x, table)
     stage = solve_channel if x.decay_kind == "channel" else solve
     solved = stage.forward(x, table, a_start)
-    maps, starts, s = None, s_0, None
     if table.cut:
-        maps, made = scan.ends(x, solved, table, table.spans)
-        starts, s = pieces.chain(x, table, maps, made, s_0)
+        maps, made = scan.maps(x, solved, table.spans), scan.ends(x, solved, table.spans)
+    if relay is not None:
+        s_0, passed_s = maps_triton.state_arriving(relay, x, solved, table, maps, made)
+    starts, s = pieces.chain(x, table, maps, made, s_0) if table.cut else (s_0, None)
     o, last = scan.forward(x, solved, table, table.spans, starts)
-    return o, last if s is None else s, a, starts, maps, a_start, *solved.tensors
+    return o, last if s is None else s, a, starts, maps, a_start, passed_a, passed_s, *solved.tensors
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -140,23 +159,27 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, q, k, v, beta, decay, forget, gain, center, s_0, a_0):
         x, table = call.inputs(q, k, v, beta, decay, forget, gain, center), call.table
-        o, s, a, starts, maps, a_start, *solved = once(lambda: _stages(x, table, s_0, a_0))
+        o, s, a, starts, maps, a_start, passed_a, passed_s, *solved = once(lambda: _stages(x, table, call.relay, s_0, a_0))
         ctx.call, ctx.initial = call, (s_0 is not None, a_0 is not None)
         kept = o if x.decay_kind == "channel" else None  # `kernels.pairs`
-        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, kept, *solved)
+        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, passed_a, passed_s, kept, *solved)
         ctx.set_materialize_grads(False)
         return o, s, a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds, da):
-        q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, o, *solved = ctx.saved_tensors
+        q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, passed_a, passed_s, o, *solved = ctx.saved_tensors
         x, table, solved = ctx.call.inputs(q, k, v, beta, decay, forget, gain, center), ctx.call.table, Solved(*solved)
+        relay, made = ctx.call.relay, None
         do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
         ds, da = aligned(ds), aligned(da)
         h, u = scan.states(x, solved, table, table.spans, starts)
         if table.cut:
             *_, made = scan_backward.backward(x, solved, table, table.spans, do, None, store=False)
+        if relay is not None:
+            ds = maps_triton.state_gradient(relay, x, solved, table, maps, made, passed_s, do, ds)
+        if table.cut:
             ds, ds_0 = pieces.chain(x, table, maps, made, ds, reverse=True)
         dh, dx, first = scan_backward.backward(x, solved, table, table.spans, do, ds)
         ds_0 = ds_0 if table.cut else first
@@ -165,7 +188,8 @@ class _DeltaRule(torch.autograd.Function):
         grad = by.backward(x, solved, table, h, dh, u, dx, do, pair)
         dforget = dgain = dcenter = da_0 = None
         if x.forget is not None:
-            dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da)
+            hand_back = None if relay is None else partial(maps_triton.statistic_gradient, relay, passed_a, da)
+            dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da, hand_back)
         has_s, has_a = ctx.initial
         initial = (ds_0 if has_s else None, da_0 if has_a else None)
         return None, grad.q, grad.k, pair.v, pair.beta, grad.decay, dforget, dgain, dcenter, *initial

@@ -160,8 +160,8 @@ def _rowwise(mask: Tensor, x: Tensor) -> Tensor:
 
 def check_relay(relay: Relay, q: Tensor, bounds: tuple[int, ...] | None, given: bool, backend: str) -> None:
     """What a call of the recurrence on one piece must keep to; given: whether it has an initial state."""
-    if backend != "torch":
-        raise ValueError(f"relay is given: backend={backend!r} takes whole sequences; use backend='torch'")
+    if backend == "reference":
+        raise ValueError("relay is given: backend='reference' takes whole sequences; use backend='torch' or 'triton'")
     if given:
         raise ValueError("relay and initial_state are both given: the states at a piece's start come by the relay")
     batch, length = q.shape[:2]

@@ -1,7 +1,8 @@
 """Few long sequences: their scans over pieces that run at once, and the pieces' affine maps chained.
 
-A piece takes the state S to M S + b, with M and b from its tokens alone (`scan.ends`): so all pieces are scanned at once from zero, the
-states at their starts follow by a short chain, and the ordinary scan over pieces starts from those. Backward it is the same with M^T:
+A piece takes the state S to M S + b, with M and b from its tokens alone (`scan.maps`, `scan.ends`): so all pieces are scanned at once
+from zero, the states at their starts follow by a short chain, and the ordinary scan over pieces starts from those. Backward it is the same
+with M^T:
 
     S_{j+1} = M_j S_j + b_j ;  dS_j = M_j^T dS_{j+1} + c_j
 
@@ -54,7 +55,7 @@ def _chain(
 
 def chain(x: Inputs, layout: Layout, maps: Tensor, added: Tensor, start: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """What each piece starts from [P, H, K, V] and each sequence ends with [S, H, K, V]; reverse: gradients, from last to first."""
-    (H, K), V, S = x.k.shape[1:], x.v.shape[-1], len(layout.sequences)
+    (H, K), V, S = x.k.shape[1:], added.shape[-1], len(layout.sequences)
     states = torch.empty_like(added)
     end = torch.empty(S, H, K, V, dtype=torch.float32, device=x.k.device)
     launch(
@@ -63,3 +64,9 @@ def chain(x: Inputs, layout: Layout, maps: Tensor, added: Tensor, start: Tensor 
         K=K, V=V, BK=power_of_2(K), BV=BLOCK, GIVEN=start is not None, REVERSE=reverse, num_warps=8,
     )  # fmt: skip
     return states, end
+
+
+def compose(x: Inputs, layout: Layout, maps: Tensor) -> Tensor:
+    """The map of each whole sequence, [S, H, K, K]: the identity through the chain of its pieces."""
+    identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand(len(layout.sequences), *maps.shape[1:])
+    return chain(x, layout, maps, torch.zeros_like(maps), identity.contiguous())[1]

@@ -141,13 +141,19 @@ def forward(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tenso
     return o, s
 
 
-def ends(x: Inputs, solved: Solved, layout: Layout, spans: Tensor) -> tuple[Tensor, Tensor]:
-    """The affine map of each span: its matrix [S, H, K, K] and what it makes of the zero state [S, H, K, V]; fp32."""
-    (_, H, K), V = x.k.shape, x.v.shape[-1]
-    maps, s = (torch.empty(len(spans), H, K, D, dtype=torch.float32, device=x.k.device) for D in (K, V))
-    _launch(x, solved, spans, None, s=maps, values=False)
+def ends(x: Inputs, solved: Solved, spans: Tensor) -> Tensor:
+    """What each span makes of the zero state, [S, H, K, V] fp32: the b of its affine map."""
+    s = torch.empty(len(spans), x.k.shape[1], x.k.shape[2], x.v.shape[-1], dtype=torch.float32, device=x.k.device)
     _launch(x, solved, spans, None, s=s)
-    return maps, s
+    return s
+
+
+def maps(x: Inputs, solved: Solved, spans: Tensor) -> Tensor:
+    """The matrix of each span's affine map, [S, H, K, K] fp32."""
+    _, H, K = x.k.shape
+    s = torch.empty(len(spans), H, K, K, dtype=torch.float32, device=x.k.device)
+    _launch(x, solved, spans, None, s=s, values=False)
+    return s
 
 
 def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:

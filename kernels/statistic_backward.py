@@ -19,6 +19,8 @@ Cost, D = 128, 16 bit, a token and head: reads k twice, dw once and dk twice, wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -164,11 +166,18 @@ def _finish(
 
 
 def backward(
-    x: Inputs, solved: Solved, layout: Layout, a_start: Tensor, gradients: Gradients, da: Tensor | None
+    x: Inputs,
+    solved: Solved,
+    layout: Layout,
+    a_start: Tensor,
+    gradients: Gradients,
+    da: Tensor | None,
+    hand_back: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dforget, dgain [N, H] in their dtypes, dcenter [H] and da_0 [S, H, K] fp32; completes gradients.k in place.
 
-    da [S, H, K] fp32: the gradient of the final statistic, None for zero.
+    da [S, H, K] fp32: the gradient of the final statistic, None for zero. hand_back: takes the da_0 that this makes and returns another da,
+    with what the sequences' later pieces give (`kernels.maps`).
     """
     (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
     start, d_end, da_0 = torch.empty(2 * M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, M, S])
@@ -182,10 +191,16 @@ def backward(
         PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     step = max(2, min(STEP, power_of_2(layout.longest)))
-    launch(
-        _chain, S * H * cdiv(K, CHANNELS), (x.key, da is None),
-        start, keep, da, d_end, da_0, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, FINAL=da is not None, num_warps=4
-    )  # fmt: skip
+
+    def chain(da: Tensor | None) -> None:
+        launch(
+            _chain, S * H * cdiv(K, CHANNELS), (x.key, da is None),
+            start, keep, da, d_end, da_0, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, FINAL=da is not None, num_warps=4
+        )  # fmt: skip
+
+    chain(da)
+    if hand_back is not None:
+        chain(hand_back(da_0))
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
     choice = setting("statistic_finish", x.k)
     launch(
