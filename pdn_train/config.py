@@ -231,6 +231,10 @@ class Config(Section):
             raise ValueError("data.path is missing: name a folder made by `python -m data_prep.prepare`, or {folder: weight, ...}")
         if self.eval.tasks and not self.eval.every:
             raise ValueError(f"eval.tasks={self.eval.tasks} run at validations: set eval.every to the steps between them")
+        if "mqar" in self.eval.tasks and not self.data.mqar_pairs:
+            raise ValueError("eval.tasks with mqar needs data.mqar_pairs, the number of pairs that the model is trained on")
+        if self.data.mqar_pairs and any(task.startswith("niah") for task in self.eval.tasks):
+            raise ValueError(f"eval.tasks with niah needs a tokenizer, and data.mqar_pairs={self.data.mqar_pairs} trains without one")
         if self.parallel.zero == 3 and any(task.startswith("niah") for task in self.eval.tasks):
             raise ValueError("eval.tasks with niah generates text, which weights sharded by parallel.zero=3 cannot; use parallel.zero=2")
         if self.data.mqar_pairs and (self.data.path is not None or self.data.reset_at_documents):

@@ -202,6 +202,10 @@ def test_the_configuration_knows_the_tasks_that_can_run_while_training():
     assert set(names) == {name for name in TASKS if name.startswith(("mqar", "niah"))}
     with pytest.raises(ConfigError, match="eval.tasks=.* run at validations: set eval.every"):
         build({"run_dir": "r", "data": {"path": "d"}, "eval": {"tasks": ["niah"]}}, "x")
+    with pytest.raises(ConfigError, match="eval.tasks with mqar needs data.mqar_pairs"):
+        build({"run_dir": "r", "data": {"path": "d", "val_path": "v"}, "eval": {"tasks": ["mqar"], "every": 5}}, "x")
+    with pytest.raises(ConfigError, match="data.mqar_pairs=2 trains without one"):
+        build({"run_dir": "r", "data": {"mqar_pairs": 2}, "eval": {"tasks": ["niah_2"], "every": 5}}, "x")
     with pytest.raises(ConfigError, match="parallel.zero=3 cannot; use parallel.zero=2"):
         data = {"path": "d", "val_path": "v"}
         build({"run_dir": "r", "data": data, "eval": {"tasks": ["niah_1"], "every": 5}, "parallel": {"zero": 3}}, "x")

@@ -62,13 +62,13 @@ def trained(monkeypatch) -> list:
 
 
 def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, capsys):
-    assert sweep.main([str(file), "--jobs", "2", "--discard-checkpoints"]) == 1
+    assert sweep.main([str(file), "--discard-checkpoints"]) == 1
     assert len(trained) == 12 and [run.seed for run in trained] == sorted(run.seed for run in trained)  # a seed of everything first
     said = capsys.readouterr().out
     assert said.count("done after") == 10 and said.count("FAILED (1), see") == 2 and "pgdn/only/seed_3.log" in said
     assert not list((tmp_path / "runs").rglob("checkpoints"))
     trained.clear()
-    assert sweep.main([str(file)]) == 1
+    assert sweep.main([str(file), "--jobs", "2"]) == 1
     assert {(run.variant, run.seed) for run in trained} == {("pgdn", 3)} and "2 of 12 runs to do" in capsys.readouterr().out
     trained.clear()
     assert sweep.main([str(file), "--summary"]) == 0 and trained == []
