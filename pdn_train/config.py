@@ -264,7 +264,7 @@ class Config(Section):
             )
         if self.train.compile and self.parallel.sequence > 1:
             raise ValueError(
-                f"train.compile=true with parallel.sequence={self.parallel.sequence}: compiled blocks cannot hand states on; use one of them"
+                f"train.compile=true with parallel.sequence={self.parallel.sequence}: compiled blocks cannot hand states on; use one"
             )
         unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
         if unknown:
