@@ -22,6 +22,7 @@ from pdn_train.niah import NiahError
 from pdn_train.shards import Shards
 from pdn_train.tokenizer import Tokenizer
 
+PAIRS = 64  # of mqar, where neither the run nor the command names a number
 PROSE_TOKENS = 200_000  # of the shards, where no text is named
 
 
@@ -60,7 +61,7 @@ class Options:
     device: str | torch.device = "cpu"
     kernel: str | None = None  # None: that of the model's configuration
     lengths: tuple[int, ...] = ()  # tokens; none: the run's seq_len (mqar), 512 to 8192 (niah)
-    pairs: int | None = None  # of mqar; None: the run's data.mqar_pairs
+    pairs: int | None = None  # of mqar; None: the run's data.mqar_pairs, or 64
     prose: str | None = None  # a text file for niah_2 and niah_3; None: the text of the shards
     seed: int = 0  # of niah's prompts; mqar's examples are those held out from the run
     harness_tasks: tuple[str, ...] = ()
@@ -108,10 +109,10 @@ def perplexity(subject: Subject, options: Options) -> dict:
 def recall(subject: Subject, options: Options) -> dict:
     """Task mqar: the accuracy at each length, and over all of them."""
     settings, vocab = subject.settings, subject.model.config.vocab_size
-    pairs = options.pairs or settings.get("mqar_pairs")
+    pairs = options.pairs or settings.get("mqar_pairs") or PAIRS
     lengths = options.lengths or ((settings["seq_len"],) if "seq_len" in settings else ())
-    if not pairs or not lengths:
-        raise EvaluationError(f"{subject.name} was not trained on mqar: name the task with --pairs and --lengths")
+    if not lengths:
+        raise EvaluationError(f"{subject.name} has no data.seq_len: name the examples' lengths with --lengths")
     count = mqar.VALIDATION if options.samples is None else options.samples
     found = {}
     for length in lengths:

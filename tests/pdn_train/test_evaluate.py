@@ -163,6 +163,12 @@ def test_mqar_on_what_the_run_was_trained_on_and_on_other_lengths(tmp_path, make
     assert "2 pairs need an even length of at least 8 tokens, not 6" in capsys.readouterr().err
 
 
+def test_mqar_on_a_model_of_language_has_64_pairs(run, capsys):
+    arguments = ["--tasks", "mqar", "--lengths", "256", "--samples", "1", "--device", "cpu"]
+    assert evaluate.main([str(run[0]), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["mqar"]["pairs"] == 64
+
+
 def test_needles_at_every_length_and_into_tensorboard(run, monkeypatch, capsys):
     """The prompts' answers are told for two of the variants; the numbers stand under the checkpoint's step, in a run of their own."""
     folder, _ = run

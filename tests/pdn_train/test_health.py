@@ -1,6 +1,5 @@
 """Each number against the recurrence's own token-by-token run on what the layer saw; the model is left as it was."""
 
-import json
 import subprocess
 import sys
 
@@ -88,25 +87,21 @@ def test_the_model_is_left_as_it_was(make_model):
     assert all(block.mixer.observer is None for block in model.blocks)
 
 
-def test_a_run_writes_it_and_trains_the_same(tmp_path, tiny_shards):
-    """With and without: the same losses bit for bit. One value a number, layer and step; histograms too."""
+def test_a_run_writes_it(tmp_path, tiny_shards):
+    """One value a number, layer and step, and histograms whose sums are those of the values."""
     (tmp_path / "run.yaml").write_text(
-        f"run_dir: {tmp_path}/without\n"
+        f"run_dir: {tmp_path}/run\n"
         "model: {hidden_size: 32, num_layers: 2, num_heads: 2, head_dim: 16, vocab_size: 512, intermediate_size: 32}\n"
         f"data: {{path: '{tiny_shards}', seq_len: 32}}\n"
         "optim: {warmup_steps: 0}\n"
         "train: {steps: 2, micro_batch: 2, global_batch: 2, precision: fp32, device: cpu}\n"
-        "log: {every: 1, health: 0}\n"
+        "log: {every: 1, health: 2}\n"
     )
-    for more in ([], [f"run_dir={tmp_path}/with", "log.health=2"]):
-        command = [sys.executable, "-m", "pdn_train.train", str(tmp_path / "run.yaml"), *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
-    losses = [[json.loads(line)["loss"] for line in (tmp_path / f / "metrics.jsonl").read_text().splitlines()] for f in ("with", "without")]
-    assert losses[0] == losses[1] and len(losses[0]) == 2
-    events = EventAccumulator(str(tmp_path / "with" / "tb")).Reload()
+    command = [sys.executable, "-m", "pdn_train.train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = EventAccumulator(str(tmp_path / "run" / "tb")).Reload()
     for layer in (0, 1):
         assert [e.step for e in events.Scalars(f"health/kw/largest/layer_{layer:02d}")] == [2]
     bars = events.Histograms("health/b/layer_01")[0].histogram_value
-    assert bars.num == 32 * 2 * 16 and 1 / 1.5 - 0.05 < bars.sum / bars.num < 1.55
-    assert not [tag for tag in EventAccumulator(str(tmp_path / "without" / "tb")).Reload().Tags()["scalars"] if "health" in tag]
+    assert bars.num == 32 * 2 * 16 and 1 / 1.5 < bars.sum / bars.num < 1.5
