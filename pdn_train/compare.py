@@ -1,8 +1,9 @@
 """Runs with seeds, compared: the spread of each variant, and differences paired by seed.
 
 What is the same at a seed (the order of the data, and of the initial weights those drawn before the shapes differ, the embedding first)
-cancels in the difference of two runs with that seed, so a pair's interval can be narrower than its members' spreads suggest. Means, standard deviations (n - 1), and 95 % intervals of a mean
-difference by Student's t with n - 1 degrees of freedom: with three seeds 4.3 standard errors, and no claim of more than that.
+cancels in the difference of two runs with that seed, so a pair's interval can be narrower than its members' spreads suggest. Means,
+standard deviations (n - 1), and 95 % intervals of a mean difference by Student's t with n - 1 degrees of freedom: with three seeds 4.3
+standard errors, and no claim of more than that.
 """
 
 from __future__ import annotations
