@@ -14,10 +14,10 @@ from pathlib import Path
 import submitit
 
 from launch.job import Job
-from launch.requeue import GO_ON, settle
+from launch.requeue import settle
 from launch.snapshot import Submission
 from pdn_train.heartbeat import attempt_name
-from pdn_train.signals import StopRequest
+from pdn_train.signals import REQUEUE, StopRequest
 
 POLL_SECONDS = 0.2
 
@@ -33,7 +33,7 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) 
         attempt = run_dir.heartbeats / attempt_name(job.job_id, 0)
         again, ending = settle(run_dir, launch, attempt, submission.folder.name, restart, exit_code(job))
         if not again or stop.name is not None:
-            return {"done": 0, "stopped": GO_ON}.get(ending.how, 1)
+            return {"done": 0, "stopped": REQUEUE}.get(ending.how, 1)
         restart += 1
 
 

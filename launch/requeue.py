@@ -1,6 +1,6 @@
 """After the ranks of a job have ended: what happened, and whether the job starts again.
 
-    python -m launch.requeue SUBMISSION EXIT_CODE JOB RESTARTS      called by the batch script; its exit code is 75 to go on, else the job's
+    python -m launch.requeue SUBMISSION EXIT_CODE JOB RESTARTS      called by the batch script; prints "again" or "enough"
 
 The ranks' last words decide (pdn_train.heartbeat), the exit code only where they left none. A job goes on after a stop with a checkpoint,
 and after a crash, which may be the machine's fault; not after an error that somebody must mend, not after a crash at the step of the crash
@@ -20,8 +20,9 @@ from launch.snapshot import Submission
 from pdn_train.config import LaunchConfig
 from pdn_train.heartbeat import Word, attempt_name, first_fault, obituary, read_first, read_words
 from pdn_train.rundir import RunDir
+from pdn_train.signals import REQUEUE
 
-GO_ON = 75
+AGAIN, ENOUGH = "again", "enough"
 BY_SIGNAL = {128 + 12, 128 + 15}  # SIGUSR2 or SIGTERM met a rank before it could listen
 How = Literal["done", "stopped", "crashed", "refused"]
 
@@ -57,7 +58,7 @@ def _how(words: list[Word], first: Word | None, code: int) -> How:
         return "crashed"
     if code == 0 or states == {"done"}:
         return "done"
-    if states == {"stopped"} or code in (GO_ON, *BY_SIGNAL):
+    if states == {"stopped"} or code in (REQUEUE, *BY_SIGNAL):
         return "stopped"
     return "crashed"
 
@@ -113,14 +114,12 @@ def read_endings(run_dir: RunDir) -> list[Ending]:
     return found
 
 
-def main(folder: str, code: str, job: str, restart: str) -> int:
+def main(folder: str, code: str, job: str, restart: str) -> None:
     submission = Submission(Path(folder))
     attempt = submission.run_dir.heartbeats / attempt_name(job, restart)
-    again, now = settle(submission.run_dir, submission.config.launch, attempt, job, int(restart), int(code))
-    if again:
-        return GO_ON
-    return 0 if now.how == "done" else int(code) or 1
+    again, _ = settle(submission.run_dir, submission.config.launch, attempt, job, int(restart), int(code))
+    print(AGAIN if again else ENOUGH)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

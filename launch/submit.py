@@ -21,7 +21,7 @@ import submitit
 
 from launch import local
 from launch.job import Job, visible_gpus
-from launch.requeue import GO_ON
+from launch.requeue import AGAIN
 from launch.snapshot import Submission
 from pdn_train.config import Config, ConfigError, LaunchConfig, load
 from pdn_train.rundir import RunDir, RunDirError
@@ -180,9 +180,8 @@ def after_the_ranks(launch: LaunchConfig, submission: Submission) -> list[str]:
     return [
         "code=$?",
         f"folder={shlex.quote(str(submission.folder))}",
-        f'{alone}{interpreter(launch)} -u -m launch.requeue "$folder" "$code" "$SLURM_JOB_ID" "${{SLURM_RESTART_COUNT:-0}}"',
-        "code=$?",
-        f'if [ "$code" = {GO_ON} ]; then',
+        f'answer=$({alone}{interpreter(launch)} -m launch.requeue "$folder" "$code" "$SLURM_JOB_ID" "${{SLURM_RESTART_COUNT:-0}}")',
+        f'if [ "$answer" = "{AGAIN}" ]; then',
         '    case "$(scontrol show job "$SLURM_JOB_ID")" in',
         '        *JobState=RUNNING*" Restarts=${SLURM_RESTART_COUNT:-0} "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 ;;',
         '        *) echo "not requeued from here: SLURM has ended or restarted this job already" >&2 ;;',

@@ -78,20 +78,23 @@ def submission(tmp_path) -> Submission:
     return Submission(folder)
 
 
-def call(submission: Submission, code: int, restart: int, *states: str, job: str = "7") -> int:
+def call(submission: Submission, code: int, restart: int, *states: str, job: str = "7") -> None:
     attempt = submission.run_dir.heartbeats / f"{job}.{restart}"
     attempt.mkdir(parents=True, exist_ok=True)
     words(attempt, *states)
-    return requeue.main(str(submission.folder), str(code), job, str(restart))
+    requeue.main(str(submission.folder), str(code), job, str(restart))
 
 
-def test_the_batch_script_s_exit_code(submission, capsys):
-    assert call(submission, 75, 0, "stopped", "stopped") == 75
-    assert call(submission, 1, 1, "failed", "running") == 75
-    assert call(submission, 1, 2, "failed", "running") == 1
-    said = capsys.readouterr().err
+def test_the_answers_to_the_batch_script(submission, capsys):
+    call(submission, 75, 0, "stopped", "stopped")
+    call(submission, 1, 1, "failed", "running")
+    assert capsys.readouterr().out == "again\nagain\n"
+    call(submission, 1, 2, "failed", "running")
+    out, said = capsys.readouterr()
+    assert out == "enough\n"
     assert "First to fail: rank 1" in said and "not started again: it crashed twice at step 6" in said
-    assert call(submission, 0, 3, "done", "done") == 0
+    call(submission, 0, 3, "done", "done")
+    assert capsys.readouterr().out == "enough\n"
     assert [(e.job, e.restart, e.how) for e in read_endings(submission.run_dir)] == [
         ("7", 0, "stopped"),
         ("7", 1, "crashed"),
@@ -100,14 +103,16 @@ def test_the_batch_script_s_exit_code(submission, capsys):
     ]
 
 
-def test_another_job_starts_with_a_clean_sheet(submission):
-    assert call(submission, 1, 0, "failed", "failed") == 75
-    assert call(submission, 1, 0, "failed", "failed", job="8") == 75
+def test_another_job_starts_with_a_clean_sheet(submission, capsys):
+    call(submission, 1, 0, "failed", "failed")
+    call(submission, 1, 0, "failed", "failed", job="8")
+    assert capsys.readouterr().out == "again\nagain\n"
 
 
 def test_a_job_that_never_spoke_names_its_logs(submission, capsys):
-    assert requeue.main(str(submission.folder), "1", "9", "0") == 75
-    assert str(submission.run_dir.submissions) in capsys.readouterr().err
+    requeue.main(str(submission.folder), "1", "9", "0")
+    out, said = capsys.readouterr()
+    assert out == "again\n" and str(submission.run_dir.submissions) in said
 
 
 def test_a_line_cut_short_by_a_full_disk_is_passed_over(submission):

@@ -45,27 +45,27 @@ def test_the_script_says_what_the_launch_section_says(yaml_file, capsys):
 
 
 @pytest.mark.parametrize(
-    "code, job, requeued",
+    "answer, job, requeued",
     [
-        (75, "JobState=RUNNING Reason=None\n   Requeue=1 Restarts=2 BatchFlag=1", True),
-        (75, "JobState=RUNNING Reason=None\n   Requeue=1 Restarts=3 BatchFlag=1", False),  # SLURM runs it elsewhere by now
-        (75, "JobState=CANCELLED Reason=None\n   Requeue=1 Restarts=2 BatchFlag=1", False),
-        (1, "JobState=RUNNING Reason=None\n   Requeue=1 Restarts=2 BatchFlag=1", False),
+        ("again", "JobState=RUNNING Reason=None\n   Requeue=1 Restarts=2 BatchFlag=1", True),
+        ("again", "JobState=RUNNING Reason=None\n   Requeue=1 Restarts=3 BatchFlag=1", False),  # SLURM runs it elsewhere by now
+        ("again", "JobState=CANCELLED Reason=None\n   Requeue=1 Restarts=2 BatchFlag=1", False),
+        ("enough", "JobState=RUNNING Reason=None\n   Requeue=1 Restarts=2 BatchFlag=1", False),
     ],
 )
-def test_the_script_requeues_its_own_start_only(yaml_file, tmp_path, code, job, requeued):
+def test_the_script_requeues_its_own_start_only(yaml_file, tmp_path, answer, job, requeued):
     """Its last lines, with programs that answer for SLURM and for `launch.requeue`."""
     for name, text in {
         "scontrol": f"[ $1 = show ] && echo '{job}' || echo $* >>{tmp_path}/asked",
         "sleep": "",
-        "decides": f"exit {code}",
+        "decides": f"echo {answer}",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     config = load(yaml_file, [f"launch.python={tmp_path}/decides"])
-    lines = ["false", *submit.after_the_ranks(config.launch, Submission(tmp_path / "submissions" / "0001"))]
+    lines = ["(exit 75)", *submit.after_the_ranks(config.launch, Submission(tmp_path / "submissions" / "0001"))]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
-    assert subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, check=False).returncode == code
+    assert subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, check=False).returncode == 75
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")
 
@@ -73,7 +73,7 @@ def test_the_script_requeues_its_own_start_only(yaml_file, tmp_path, code, job, 
 def test_what_has_no_key_of_its_own(yaml_file, capsys):
     said = script(capsys, yaml_file, "launch.sbatch_extra=['--gres=gpu:h100:4']", "launch.requeue=false", "launch.python=python3.12")
     assert "--gres=gpu:h100:4" in said and "gpus-per-node" not in said
-    assert "#SBATCH --no-requeue\n" in said and "\npython3.12 -u -m launch.requeue" in said
+    assert "#SBATCH --no-requeue\n" in said and "answer=$(python3.12 -m launch.requeue" in said
     said = script(capsys, yaml_file, "launch.setup=[module load cuda]", "launch.srun_extra=[--container-image=/i.sqsh]")
     assert "\nset -e\n" in said and "\nmodule load cuda\n" in said and said.index("module load cuda") < said.index("srun --unbuffered")
     assert said.count("--container-image=/i.sqsh") == 2, "the ranks, and what decides after them"
