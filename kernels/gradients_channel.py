@@ -17,11 +17,14 @@ pairs i >= t > j, level by level: a level's span is F_i F_j, F_i holds the gates
 Pairs of different blocks of 16 rows take products of whole tiles whose other rows are zero; pairs of one block take products of [16, 16] by
 [16, BLOCK], a warp for each block.
 
-Two launches, one program a chunk, head and block of key channels each: `_reads` makes dq, its part of dk and of dg, `_writes` completes
-them. The norms (dk = rk dkhat - rk^2 k (khat . dkhat), and q) need sums over channels, which `kernels.pairs` makes from values.
+Three launches, one program a chunk, head and block of key channels each: `_reads` for the query and for the key, `_writes` completes dk and
+dg. The norms (dk = rk dkhat - rk^2 k (khat . dkhat), and q) need sums over channels, which `kernels.pairs` makes from values.
 
-Cost, D = 128, 16 bit, a token and head, a decay in fp32: `_reads` 768 B of q, k, w, g 512 B, dx, do 512 B, e1, e2 256 B, h, dh 1,024 B, and
-writes 1,024 B; `_writes` the same with u for dx and do, reads the parts again, and writes 1,024 B: 8.5 KB.
+Cost, D = 128, 16 bit, a token and head, a decay in fp32: the query 256 B each of q, w, do, g 512 B, e2 128 B, h and dh 1,024 B, and writes
+768 B; the key without dh 512 B less, and dg once more; the write q, k, w, u 1,024 B, g 512 B, e1, e2 256 B, dh 512 B, dg twice, dk or dw: 9 KB.
+
+Right operands have 64 columns or more in 16 bit: with 32 or 16 the ptxas that Triton 3.6 brings makes products that read outside of shared
+memory (13.0 does not, nor Triton 3.7.1).
 """
 
 from __future__ import annotations
@@ -99,36 +102,30 @@ def _level(half, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _near_reads(
-    q, k, w, decay, e1, e2, token, count, H, head, first, q_stride, k_stride, decay_stride,
-    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+def _near_read(
+    x, w, decay, e, token, count, H, head, first, x_stride, w_stride, decay_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each block of 16 rows: their parts of r dqhat, r dkhat (the key that reads) and dg, [C, BLOCK] each."""
-    Q = _load_near(q, token, count, q_stride, head, first, K, BLOCK, C)
-    Key = _load_near(k, token, count, k_stride, head, first, K, BLOCK, C)
-    W = Key
-    if PRECONDITION:
-        W = _load_near(w, token, count, H * K, head, first, K, BLOCK, C)
+    """The pairs of each block of 16 rows, for one reader x: their parts of r dxhat and dg, [C, BLOCK] each. OWN: a row reads itself."""
+    X = _load_near(x, token, count, x_stride, head, first, K, BLOCK, C)
+    W = _load_near(w, token, count, w_stride, head, first, K, BLOCK, C)
     g = _near_gates(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
-    E1, E2 = _load_own(e1, token, count, H, head, C, False), _load_own(e2, token, count, H, head, C, False)
-    r = tl.arange(0, NEAR)
-    own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E2.to(tl.float32), 0.0), 2)
-    grad_q = own[:, :, None] * W.to(tl.float32)  # a row and itself: nothing decays
-    grad_k = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
+    E = _load_own(e, token, count, H, head, C, False)
+    grad = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
+    if OWN:
+        r = tl.arange(0, NEAR)
+        own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E.to(tl.float32), 0.0), 2)
+        grad += own[:, :, None] * W.to(tl.float32)  # nothing decays
     for number in tl.range(0, 4, num_stages=1):
         half = 1 << number
         F = _near_decays(g, half, C, PRECISION)
         faded = (F * W.to(tl.float32)).to(W.dtype)
-        level = _level(half, False)
-        flow_q = F * tl.dot(tl.where(level, E2, 0.0), faded, input_precision=PRECISION)
-        flow_k = F * tl.dot(tl.where(level, E1, 0.0), faded, input_precision=PRECISION)
-        grad_q += flow_q
-        grad_k += flow_k
-        summed = flow_q * Q.to(tl.float32) + flow_k * Key.to(tl.float32)
-        grad_g = _near_gathered(grad_g, summed, half, C, DOT, PRECISION)
-    return tl.reshape(grad_q, [C, BLOCK]), tl.reshape(grad_k, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
+        flow = F * tl.dot(tl.where(_level(half, False), E, 0.0), faded, input_precision=PRECISION)
+        grad += flow
+        grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
+    return tl.reshape(grad, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
 
 
 @triton.jit
@@ -224,47 +221,44 @@ def _place(chunks, H, blocks: tl.constexpr):
 
 @triton.jit
 def _reads(
-    q, k, w, decay, rows, whole, h, dh, dx, do, e1, e2, along, table, turned,  # inputs
-    dq, dk, dg,  # outputs
-    chunks, H, q_stride, k_stride, decay_stride, scale,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
+    x, w, decay, rows, whole, h, dh, d, e, along, table, turned,  # inputs
+    dx, dg,  # outputs
+    chunks, H, x_stride, w_stride, decay_stride, scale,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, QUERY: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """dq, the reading key's part of dk, without its norm, and the parts of dg that these two make, and that from state to state."""
+    """For one reader x: QUERY, from d = dO and e = D2, all of dq, and the part of dg that it makes and that from state to state; else, from
+    d = dX and e = D1, the reading key's part of dk, without its norm, and its part added to dg."""
     chunk, head, block = _place(chunks, H, (K + BLOCK - 1) // BLOCK)
     at, first = (chunk * H + head).to(tl.int64), block * BLOCK
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    grad_q, grad_k, grad_g = _near_reads(
-        q, k, w, decay, e1, e2, token, count, H, head, first, q_stride, k_stride, decay_stride,
-        K, BLOCK, C, PRECONDITION, PRECISION, DOT, GATE,
-    )  # fmt: skip
-    Q = load_tile(q, token, count, q_stride, head, first, K, BLOCK, C)
-    Key = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C)
-    W = Key
-    if PRECONDITION:
-        W = load_tile(w, token, count, H * K, head, first, K, BLOCK, C)
+    grad, grad_g = _near_read(
+        x, w, decay, e, token, count, H, head, first, x_stride, w_stride, decay_stride, K, BLOCK, C, QUERY, PRECISION, DOT, GATE
+    )
+    X = load_tile(x, token, count, x_stride, head, first, K, BLOCK, C)
+    W = load_tile(w, token, count, w_stride, head, first, K, BLOCK, C)
     g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
     for number in tl.range(4, levels(C), num_stages=1):
-        grad_q, grad_g = _far_read(
-            grad_q, grad_g, Q, W, g, e2, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT
-        )  # fmt: skip
-        grad_k, grad_g = _far_read(
-            grad_k, grad_g, Key, W, g, e1, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT
-        )  # fmt: skip
-    beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
-    faded = _decays(g, table, levels(C), C, PRECISION)
-    from_q = state_term(do, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * faded * (scale * rq)[:, None]
-    from_k = state_term(dx, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * faded * (-beta * rk)[:, None]
-    grad_q += from_q
-    grad_k += from_k
-    grad_g = _gathered(grad_g, from_q * Q.to(tl.float32) + from_k * Key.to(tl.float32), turned, levels(C), C, DOT, PRECISION)
-    grad_g += (whole_chunk(g) * kept(h, dh, chunk, H, head, first, K, V, BV, BLOCK))[None, :]
-    if NORMALIZE:
-        i = tl.arange(0, C)
-        turned = tl.load(along + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0) * rq * rq
-        grad_q -= turned[:, None] * Q.to(tl.float32)
-    store_tile(dq, grad_q, token, count, H * K, head, first, K, BLOCK, C)
-    store_tile(dk, grad_k, token, count, H * K, head, first, K, BLOCK, C)
+        grad, grad_g = _far_read(grad, grad_g, X, W, g, e, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT)
+    if QUERY:
+        r = load_row(rows, QUERY_NORM, at, C)
+        factor = scale * r
+    else:
+        r = load_row(rows, KEY_NORM, at, C)
+        factor = -load_row(rows, BETA, at, C) * r
+    from_state = state_term(d, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * factor[:, None]
+    from_state *= _decays(g, table, levels(C), C, PRECISION)
+    grad += from_state
+    grad_g = _gathered(grad_g, from_state * X.to(tl.float32), turned, levels(C), C, DOT, PRECISION)
+    if QUERY:
+        grad_g += (whole_chunk(g) * kept(h, dh, chunk, H, head, first, K, V, BV, BLOCK))[None, :]
+        if NORMALIZE:
+            i = tl.arange(0, C)
+            shrunk = tl.load(along + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0) * r * r
+            grad -= shrunk[:, None] * X.to(tl.float32)
+    else:
+        grad_g += load_tile(dg, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+    store_tile(dx, grad, token, count, H * K, head, first, K, BLOCK, C)
     store_tile(dg, grad_g, token, count, H * K, head, first, K, BLOCK, C)
 
 
@@ -323,21 +317,27 @@ def backward(
     made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
     dq, dk, dw = made[0], made[1], made[2] if preconditioned else None
     dg = x.decay.new_empty(N, H, K)
+    w, w_stride = (x.k, x.k.stride(0)) if solved.w is None else (solved.w, H * K)
     choice = setting("gradients_channel", x.k)
     block = min(choice.block, power_of_2(K))
-    sizes = layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride
+    gate, dot = (torch.float32, torch.float32) if wide else (torch.float16, torch.bfloat16)
+    tables = sums(layout.chunk, gate, x.k.device), sums(layout.chunk, dot, x.k.device, turned=True)
+    sizes = {"K": K, "V": V, "BV": min(32 if wide else 128, power_of_2(V)), "BLOCK": block, "C": layout.chunk}
     constants = {
-        "K": K, "V": V, "BV": min(32 if wide else 128, power_of_2(V)), "BLOCK": block, "C": layout.chunk,
-        "PRECONDITION": preconditioned, "NORMALIZE": x.normalize, "PRECISION": dot_precision(x.k),
+        "NORMALIZE": x.normalize, "PRECISION": dot_precision(x.k),
         "DOT": tl.float32 if wide else tl.bfloat16, "GATE": tl.float32 if wide else tl.float16,
         "num_warps": choice.warps, "num_stages": choice.stages, "maxnreg": choice.registers,
     }  # fmt: skip
-    gate, dot = (torch.float32, torch.float32) if wide else (torch.float16, torch.bfloat16)
-    tables = sums(layout.chunk, gate, x.k.device), sums(layout.chunk, dot, x.k.device, turned=True)
-    keys, e = (x.q, x.k, solved.w, x.decay, solved.rows), (pairs.e1, pairs.e2)
     programs = M * H * cdiv(K, block)
+    for query, key, d, e, along, made in ((True, x.q, do, pairs.e2, pairs.along_q, dq), (False, x.k, dx, pairs.e1, None, dk)):
+        launch(
+            _reads, programs, x.key,
+            key, w, x.decay, solved.rows, solved.whole, h, dh, d, e, along, *tables, made, dg,
+            layout.chunks, H, key.stride(0), w_stride, x.decay_stride, x.scale, **sizes, QUERY=query, **constants,
+        )  # fmt: skip
     launch(
-        _reads, programs, x.key, *keys, solved.whole, h, dh, dx, do, *e, pairs.along_q, *tables, dq, dk, dg, *sizes, x.scale, **constants
-    )
-    launch(_writes, programs, x.key, *keys, dh, u, *e, pairs.along_k, *tables, dk, dw, dg, *sizes, **constants)
+        _writes, programs, x.key,
+        x.q, x.k, solved.w, x.decay, solved.rows, dh, u, pairs.e1, pairs.e2, pairs.along_k, *tables, dk, dw, dg,
+        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride, **sizes, PRECONDITION=preconditioned, **constants,
+    )  # fmt: skip
     return Gradients(dq, dk, dw, dg)
