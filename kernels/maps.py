@@ -170,21 +170,45 @@ def check_relay(relay: Relay, q: Tensor, bounds: tuple[int, ...] | None, given: 
         raise ValueError(f"relay is for sequences that start at {relay.piece.bounds} and q, cu_seqlens for {bounds}")
 
 
-def history(relay: Relay, x: Tensor, past: int) -> Tensor:
-    """The `past` inputs before each sequence of the piece, [N, past, D], for a convolution of x [B, T, D]; fp32 (fp64 for fp64)."""
-    rows, tails = x.reshape(relay.piece.rows, -1, x.shape[-1]), relay.piece.tails
-    if rows.shape[1] < past:
-        raise ValueError(f"a piece of {rows.shape[1]} tokens is shorter than the convolution's history of {past}: use fewer pieces")
-    tail = rows[:, -past:].to(computation_dtype(x))
-    if min(tails) < past:  # a sequence that started less than `past` tokens ago
-        own = indices([[past - i <= tail for i in range(past)] for tail in tails], x.device)
-        tail = tail * own[..., None]
-    return relay.enter(_Arrive.apply(relay, "history", None, tail))
+def history(relay: Relay, x: Tensor, past: int, width: int) -> tuple[Tensor, Tensor]:
+    """x [B, T, D] itself, for a convolution of its first `width` columns, and the `past` rows before each sequence of the piece, [N, past,
+    width] in fp32 (fp64 for fp64).
+
+    The convolution must be all that reads the x that is returned: the gradient of the rows handed on is added to that of x in place.
+    """
+    tokens = x.shape[0] * x.shape[1] // relay.piece.rows
+    if tokens < past:
+        raise ValueError(f"a piece of {tokens} tokens is shorter than the convolution's history of {past}: use fewer pieces")
+    own = None
+    if min(relay.piece.tails) < past:  # a sequence that started less than `past` tokens ago
+        own = indices([[past - i <= tail for i in range(past)] for tail in relay.piece.tails], x.device)[..., None]
+    x, arriving = _History.apply(relay, x, past, width, own)
+    return x, relay.enter(arriving)
+
+
+class _History(torch.autograd.Function):
+    """x, and the rows that arrive [R, past, width]. own [R, past, 1]: which of a row's last tokens are of its last sequence; None: all."""
+
+    @staticmethod
+    def forward(ctx, relay: Relay, x: Tensor, past: int, width: int, own: Tensor | None):
+        ctx.relay, ctx.own, ctx.shape = relay, own, (relay.piece.rows, -1, x.shape[-1])
+        ctx.tail = (slice(None), slice(-past, None), slice(width))
+        tail = x.view(ctx.shape)[ctx.tail].to(computation_dtype(x))
+        arriving, _ = relay.forth("history", lambda: (None, tail if own is None else tail * own))
+        return x.view_as(x), arriving.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx, gradient):
+        handed = ctx.relay.back(None, gradient)
+        dx = dx.contiguous()
+        dx.view(ctx.shape)[ctx.tail] += handed if ctx.own is None else handed * ctx.own
+        return None, dx, None, None, None
 
 
 def statistic(relay: Relay, p: Tensor, made: Tensor) -> Tensor:
     """What the statistic of each sequence starts from, [N, H, K], from its log decay p [B, T, H] and its ends from zero [N, H, K]."""
-    return relay.enter(_Arrive.apply(relay, "statistic", kept(relay, p), relay.left(made)))
+    return relay.enter(_Statistic.apply(relay, kept(relay, p), relay.left(made)))
 
 
 def kept(relay: Relay, p: Tensor) -> Tensor:
@@ -192,12 +216,12 @@ def kept(relay: Relay, p: Tensor) -> Tensor:
     return p.reshape(relay.piece.rows, -1, p.shape[-1]).to(computation_dtype(p)).sum(1).exp()
 
 
-class _Arrive(torch.autograd.Function):
-    """What arrives [R, ...], where maps [R, H] (or None) and made [R, ...] have gradients of their own."""
+class _Statistic(torch.autograd.Function):
+    """What arrives [R, H, K], where maps [R, H] and made [R, H, K] have gradients of their own."""
 
     @staticmethod
-    def forward(ctx, relay: Relay, what: What, maps: Tensor | None, made: Tensor):
-        arriving, maps = relay.forth(what, lambda: (maps, made))
+    def forward(ctx, relay: Relay, maps: Tensor, made: Tensor):
+        arriving, maps = relay.forth("statistic", lambda: (maps, made))
         ctx.relay = relay
         ctx.save_for_backward(maps, arriving)
         return arriving.detach()
@@ -207,8 +231,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx, gradient):
         maps, arriving = ctx.saved_tensors
         handed = ctx.relay.back(maps, gradient)
-        dmaps = None if maps is None else (arriving * handed).sum(-1) * _rowwise(ctx.relay._carries, maps)
-        return None, None, dmaps, handed
+        return None, (arriving * handed).sum(-1) * _rowwise(ctx.relay._carries, maps), handed
 
 
 def follow(maps: Tensor, x: Tensor, made: Tensor) -> Tensor:

@@ -166,7 +166,9 @@ class Mixer(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor | None, keep: bool, relay: Relay | None = None
     ) -> tuple[Tensor, State | None, Tensor | None]:
         projected, kernel = self.in_proj(x), self.config.kernel
-        past = None if relay is None else maps.history(relay, projected[..., : 3 * self.width], CONV_WIDTH - 1)
+        past = None
+        if relay is not None:
+            projected, past = maps.history(relay, projected, CONV_WIDTH - 1, 3 * self.width)
         m = mixer_inputs(projected, self.conv_weight, self.columns, self._gate_parameters(), past, keep, cu_seqlens, kernel)
         beta, decay, precond = gates = self._gates(m.gates)
         if self.observer is not None:

@@ -102,17 +102,17 @@ def test_triton_in_pieces_that_are_cut_again(name, bounds, pieces, case, assert_
 @pytest.mark.parametrize("pieces", [2, 3, 4])
 def test_the_convolution_has_its_history(starts, pieces):
     generator = torch.Generator().manual_seed(0)
-    x, weight, seen = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, 24, 5), (5, 4), (1, 24, 5)))
+    x, weight, seen = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, 24, 7), (5, 4), (1, 24, 5)))
     x.requires_grad_()
     cu_seqlens = None if starts is None else torch.tensor([*starts, 24])
-    wanted = short_conv(x, weight, cu_seqlens=cu_seqlens)[0]
+    wanted = short_conv(x[..., :5], weight, cu_seqlens=cu_seqlens)[0]
     (gradient,) = torch.autograd.grad((wanted * seen).sum(), x)
     desk, found, length = {}, [], 24 // pieces
     for number in range(pieces):
         piece = Piece.cut(24, 1, None if starts is None else torch.tensor(starts), number, pieces)
         mine = x[:, number * length : (number + 1) * length]
-        past = maps.history(InTurn(piece, number, pieces, torch.device("cpu"), desk), mine, 3)
-        found.append(short_conv(mine, weight, past, cu_seqlens=None if starts is None else torch.tensor(piece.bounds))[0])
+        wide, past = maps.history(InTurn(piece, number, pieces, torch.device("cpu"), desk), mine.contiguous(), 3, 5)
+        found.append(short_conv(wide[..., :5], weight, past, cu_seqlens=None if starts is None else torch.tensor(piece.bounds))[0])
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-12)
     told = sum(torch.autograd.grad((found[n] * seen[:, n * length : (n + 1) * length]).sum(), x)[0] for n in reversed(range(pieces)))
     assert torch.allclose(told, gradient, atol=1e-12)
@@ -135,4 +135,4 @@ def test_what_cannot_be_is_named(case):
     with pytest.raises(ValueError, match="3 pieces do not divide the 8 tokens"):
         relay(pieces=3)
     with pytest.raises(ValueError, match="a piece of 2 tokens is shorter than the convolution's history of 3"):
-        maps.history(relay(pieces=4), torch.zeros(1, 2, 5), 3)
+        maps.history(relay(pieces=4), torch.zeros(1, 2, 5), 3, 5)

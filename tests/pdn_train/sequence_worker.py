@@ -79,8 +79,8 @@ def run(t: dict[str, Tensor], cu_seqlens: Tensor | None, backend: str, relay=Non
     """o, s, a of the convolution and the recurrence on [rows, T, ...], or with cu_seqlens on the rows joined."""
     if cu_seqlens is not None:
         t = {name: x if name in SHARED else x.flatten(0, 1)[None] for name, x in t.items()}
-    past = None if relay is None else maps.history(relay, t["x"], PAST)
-    mixed, _ = short_conv(t["x"], t["weight"], past, cu_seqlens=cu_seqlens)
+    x, past = (t["x"], None) if relay is None else maps.history(relay, t["x"].contiguous(), PAST, t["x"].shape[-1])
+    mixed, _ = short_conv(x, t["weight"], past, cu_seqlens=cu_seqlens)
     q, k, v = (part.unflatten(-1, (-1, SIZE)) for part in mixed.chunk(3, -1))
     precond = Preconditioner(t["p"], t["c"], t["m"]) if "p" in t else None
     arguments = {"output_final_state": True, "cu_seqlens": cu_seqlens, "backend": backend}
