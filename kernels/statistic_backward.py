@@ -133,14 +133,27 @@ def _chain(
 
 
 @triton.jit
+def _add_up(centers, dcenter, head, M, H):
+    """dcenter [H]: the sum of centers [M, H] for one head."""
+    total = tl.zeros((256,), tl.float32)
+    for first in range(0, M, 256):
+        m = first + tl.arange(0, 256)
+        total += tl.load(centers + m.to(tl.int64) * H + head, mask=m < M, other=0.0)
+    tl.store(dcenter + head, tl.sum(total, 0))
+
+
+@triton.jit
 def _finish(
     k, rows, forget, gain, a_start, d_end, own_forget, own_gain,  # inputs
-    dk, dforget, dgain,  # outputs; dk holds the chunk's own part
-    chunks, H, k_stride,
+    centers, dk, dforget, dgain, dcenter,  # outputs; dk holds the chunk's own part; dcenter [H] is the sum of the chunks' centers [M, H]
+    chunks, M, H, k_stride,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. One program a chunk and head."""
+    """Formulas above. One program a chunk and head, and one more a head for dcenter."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    if chunk == M:
+        _add_up(centers, dcenter, head, M, H)
+        return
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i, d = tl.arange(0, C), tl.arange(0, BK)
@@ -181,11 +194,11 @@ def backward(
     """
     (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
     start, d_end, da_0 = torch.empty(2 * M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, M, S])
-    center, keep, *own = _buffers(((M, H), (M, H), (N, H), (N, H)), x.k.device)
+    centers, keep, dcenter, *own = _buffers(((M, H), (M, H), (1, H), (N, H), (N, H)), x.k.device)
     choice, wide = setting("statistic_inside", x.k), x.k.dtype == torch.float32
     launch(
         _inside, M * H, x.key,
-        x.k, solved.rows, x.forget, x.gain, x.center, a_start, gradients.w, gradients.k, *own, center, start, keep,
+        x.k, solved.rows, x.forget, x.gain, x.center, a_start, gradients.w, gradients.k, *own, centers, start, keep,
         layout.chunks, H, x.k.stride(0), x.log_bound, x.eps,
         K=K, BK=power_of_2(K), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DOT=tl.float32 if wide else tl.bfloat16,
         PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
@@ -204,13 +217,13 @@ def backward(
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
     choice = setting("statistic_finish", x.k)
     launch(
-        _finish, M * H, x.key,
-        x.k, solved.rows, x.forget, x.gain, a_start, d_end, *own, gradients.k, dforget, dgain,
-        layout.chunks, H, x.k.stride(0),
+        _finish, (M + 1) * H, (x.key, M == 1, M % 16 == 0),
+        x.k, solved.rows, x.forget, x.gain, a_start, d_end, *own, centers, gradients.k, dforget, dgain, dcenter,
+        layout.chunks, M, H, x.k.stride(0),
         K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps,
         num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return dforget, dgain, center.sum(0), da_0
+    return dforget, dgain, dcenter[0], da_0
 
 
 def _buffers(sizes: tuple[tuple[int, int], ...], device: torch.device) -> list[Tensor]:

@@ -32,7 +32,7 @@ def errors(f, inputs, dtype):
     for backend, leaves in (("triton", rounded), ("torch", [x.double() for x in rounded])):
         leaves = [x.detach().requires_grad_() for x in leaves]
         outputs = outputs_of(f, backend, leaves)
-        grads = [normal(*y.shape).to(dtype).to(y.dtype) for y in outputs]
+        grads = [(normal(*y.shape) / 64).to(dtype).to(y.dtype) for y in outputs]  # sums over tokens stay within fp16
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
     return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(*results, strict=True)]
 
