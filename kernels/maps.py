@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -102,8 +103,8 @@ class Relay(ABC):
 
     def for_layer(self) -> Relay:
         """The same relay with nothing arrived yet."""
-        fresh = object.__new__(type(self))
-        fresh.__dict__.update(self.__dict__, _arrived={})
+        fresh = copy(self)
+        fresh._arrived = {}
         return fresh
 
     @property
