@@ -37,21 +37,25 @@ from torch import Tensor
 from kernels.gradients import Gradients, kept, state_term
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
-from kernels.levels import halves, levels, load_decay, load_sums, sums, whole_chunk
+from kernels.levels import (
+    NEAR,
+    each_block,
+    far_decays,
+    halves,
+    levels,
+    load_decay,
+    load_near,
+    load_near_decay,
+    load_sums,
+    near_crossing,
+    near_decays,
+    only_rows,
+    sums,
+    whole_chunk,
+)
 from kernels.pairs import Pairs
-from kernels.tiles import BETA, KEY_NORM, LOG2E, QUERY_NORM, dot_precision, load_row, load_tile, store_tile
+from kernels.tiles import BETA, KEY_NORM, QUERY_NORM, dot_precision, load_row, load_tile, store_tile
 from kernels.tuned import setting
-
-NEAR = tl.constexpr(16)  # rows of a block
-
-
-@triton.jit
-def _load_near(x, token, count, stride, head, first, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
-    """[C / 16, 16, BD]: `load_tile` by blocks of rows."""
-    b, r, d = tl.arange(0, C // NEAR), tl.arange(0, NEAR), first + tl.arange(0, BD)
-    i = b[:, None, None] * NEAR + r[None, :, None]
-    at = x + (token + i).to(tl.int64) * stride + head * D + d[None, None, :]
-    return tl.load(at, mask=(i < count) & (d < D)[None, None, :], other=0.0)
 
 
 @triton.jit
@@ -66,39 +70,10 @@ def _load_own(e, token, count, H, head, C: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _near_gates(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr):
-    """g / ln 2 as `kernels.levels.load_decay`, by blocks of rows."""
-    g = _load_near(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)
-    return (tl.where(g < -200.0, -200.0, g) * LOG2E).to(GATE)
-
-
-@triton.jit
-def _same(x, C: tl.constexpr):
-    """x [16, 16] for each block: [C / 16, 16, 16]."""
-    return tl.broadcast_to(x[None, :, :], [C // NEAR, NEAR, NEAR])
-
-
-@triton.jit
-def _near_decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
-    """F [C / 16, 16, BD] of a level inside the blocks."""
-    return tl.exp2(tl.dot(_same(tl.where(halves(half, NEAR), 1.0, 0.0).to(g.dtype), C), g, input_precision=PRECISION))
-
-
-@triton.jit
 def _near_gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """grad_g plus, at t, the sum of summed over the rows of its block whose factor holds gate t."""
-    holds = _same(tl.where(halves(half, NEAR, TURNED=True), 1.0, 0.0).to(DOT), C)
+    holds = each_block(tl.where(halves(half, NEAR, TURNED=True), 1.0, 0.0).to(DOT), C)
     return tl.dot(holds, summed.to(DOT), grad_g, input_precision=PRECISION)
-
-
-@triton.jit
-def _level(half, TURNED: tl.constexpr):
-    """[1, 16, 16]: the pairs (i, j) of a level inside a block, i > j; TURNED: at (j, i)."""
-    i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
-    highest = ((i ^ j) & -half) == half  # the highest bit in which they differ
-    if TURNED:
-        return (highest & (i < j))[None, :, :]
-    return (highest & (i > j))[None, :, :]
 
 
 @triton.jit
@@ -108,9 +83,9 @@ def _near_read(
     GATE: tl.constexpr,
 ):  # fmt: skip
     """The pairs of each block of 16 rows, for one reader x: their parts of r dxhat and dg, [C, BLOCK] each. OWN: a row reads itself."""
-    X = _load_near(x, token, count, x_stride, head, first, K, BLOCK, C)
-    W = _load_near(w, token, count, w_stride, head, first, K, BLOCK, C)
-    g = _near_gates(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    X = load_near(x, token, count, x_stride, head, first, K, BLOCK, C)
+    W = load_near(w, token, count, w_stride, head, first, K, BLOCK, C)
+    g = load_near_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
     E = _load_own(e, token, count, H, head, C, False)
     grad = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
@@ -120,9 +95,9 @@ def _near_read(
         grad += own[:, :, None] * W.to(tl.float32)  # nothing decays
     for number in tl.range(0, 4, num_stages=1):
         half = 1 << number
-        F = _near_decays(g, half, C, PRECISION)
+        F = near_decays(g, half, C, PRECISION)
         faded = (F * W.to(tl.float32)).to(W.dtype)
-        flow = F * tl.dot(tl.where(_level(half, False), E, 0.0), faded, input_precision=PRECISION)
+        flow = F * tl.dot(tl.where(near_crossing(half, False), E, 0.0), faded, input_precision=PRECISION)
         grad += flow
         grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
     return tl.reshape(grad, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
@@ -135,12 +110,12 @@ def _near_writes(
     GATE: tl.constexpr,
 ):  # fmt: skip
     """The pairs of each block of 16 rows: their parts of dw (or r dkhat) and dg, [C, BLOCK] each."""
-    Q = _load_near(q, token, count, q_stride, head, first, K, BLOCK, C)
-    Key = _load_near(k, token, count, k_stride, head, first, K, BLOCK, C)
+    Q = load_near(q, token, count, q_stride, head, first, K, BLOCK, C)
+    Key = load_near(k, token, count, k_stride, head, first, K, BLOCK, C)
     W = Key
     if PRECONDITION:
-        W = _load_near(w, token, count, H * K, head, first, K, BLOCK, C)
-    g = _near_gates(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+        W = load_near(w, token, count, H * K, head, first, K, BLOCK, C)
+    g = load_near_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
     E1, E2 = _load_own(e1, token, count, H, head, C, True), _load_own(e2, token, count, H, head, C, True)
     r = tl.arange(0, NEAR)
     own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E2.to(tl.float32), 0.0), 2)
@@ -148,26 +123,13 @@ def _near_writes(
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     for number in tl.range(0, 4, num_stages=1):
         half = 1 << number
-        F = _near_decays(g, half, C, PRECISION)
-        level = _level(half, True)
+        F = near_decays(g, half, C, PRECISION)
+        level = near_crossing(half, True)
         flow = tl.dot(tl.where(level, E1, 0.0), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
         flow = F * tl.dot(tl.where(level, E2, 0.0), (F * Q.to(tl.float32)).to(W.dtype), flow, input_precision=PRECISION)
         grad_w += flow
         grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
     return tl.reshape(grad_w, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
-
-
-@triton.jit
-def _rows(x, first, stop, C: tl.constexpr):
-    """x [C, BLOCK] with the rows outside first .. stop zero."""
-    i = tl.arange(0, C)
-    return tl.where(((i >= first) & (i < stop))[:, None], x, 0.0)
-
-
-@triton.jit
-def _decays(g, table, number, C: tl.constexpr, PRECISION: tl.constexpr):
-    """F [C, BLOCK], of the level or the whole chunk that `number` names in `kernels.levels.sums`."""
-    return tl.exp2(tl.dot(load_sums(table, number, C), g, input_precision=PRECISION))
 
 
 @triton.jit
@@ -183,12 +145,12 @@ def _far_read(
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_reads` made for one reader X, a query or a key."""
     half = 1 << number
-    F = _decays(g, table, number, C, PRECISION)
+    F = far_decays(g, table, number, C, PRECISION)
     E = load_tile(e, token, count, H * C, head, 0, C, C, C)
     flow = tl.zeros((C, BLOCK), tl.float32)
     for start in tl.range(0, C, 2 * half, num_stages=1):
-        lower = _rows(F * W.to(tl.float32), start, start + half, C).to(W.dtype)
-        flow += _rows(tl.dot(E, lower, input_precision=PRECISION), start + half, start + 2 * half, C)
+        lower = only_rows(F * W.to(tl.float32), start, start + half, C).to(W.dtype)
+        flow += only_rows(tl.dot(E, lower, input_precision=PRECISION), start + half, start + 2 * half, C)
     flow *= F
     return grad + flow, _gathered(grad_g, flow * X.to(tl.float32), turned, number, C, DOT, PRECISION)
 
@@ -200,14 +162,14 @@ def _far_write(
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_writes` made."""
     half = 1 << number
-    F = _decays(g, table, number, C, PRECISION)
+    F = far_decays(g, table, number, C, PRECISION)
     E1, E2 = load_tile(e1, token, count, H * C, head, 0, C, C, C), load_tile(e2, token, count, H * C, head, 0, C, C, C)
     flow = tl.zeros((C, BLOCK), tl.float32)
     for start in tl.range(0, C, 2 * half, num_stages=1):
-        upper = _rows(F * Key.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
+        upper = only_rows(F * Key.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
         near = tl.dot(tl.trans(E1), upper, input_precision=PRECISION)
-        upper = _rows(F * Q.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
-        flow += _rows(tl.dot(tl.trans(E2), upper, near, input_precision=PRECISION), start, start + half, C)
+        upper = only_rows(F * Q.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
+        flow += only_rows(tl.dot(tl.trans(E2), upper, near, input_precision=PRECISION), start, start + half, C)
     flow *= F
     return grad_w + flow, _gathered(grad_g, flow * W.to(tl.float32), turned, number, C, DOT, PRECISION)
 
@@ -247,7 +209,7 @@ def _reads(
         r = load_row(rows, KEY_NORM, at, C)
         factor = -load_row(rows, BETA, at, C) * r
     from_state = state_term(d, h, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION) * factor[:, None]
-    from_state *= _decays(g, table, levels(C), C, PRECISION)
+    from_state *= far_decays(g, table, levels(C), C, PRECISION)
     grad += from_state
     grad_g = _gathered(grad_g, from_state * X.to(tl.float32), turned, levels(C), C, DOT, PRECISION)
     if QUERY:
@@ -292,7 +254,7 @@ def _writes(
     if not PRECONDITION:
         written *= rk
     to_state = state_term(u, dh, chunk, H, head, first, token, count, K, V, BV, BLOCK, C, PRECISION)
-    to_state *= _decays(g, table, levels(C) + 1, C, PRECISION) * written[:, None]
+    to_state *= far_decays(g, table, levels(C) + 1, C, PRECISION) * written[:, None]
     grad_w += to_state
     grad_g = _gathered(grad_g, to_state * W.to(tl.float32), turned, levels(C) + 1, C, DOT, PRECISION)
     grad_g += load_tile(dg, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)

@@ -9,12 +9,15 @@ upper half,
 
 so one tile of factors serves every pair of a level, F_i F_j = exp(G_i - G_j), and log C levels serve all:
 
-    F_i = exp(sum_{t=b..i} g_t) for rows of upper halves, exp(sum_{t=i+1..b-1} g_t) for rows of lower ones                  (`decays`)
-    sum_d x_i y_j exp(G_i - G_j) = (F x) (F y)^T at the pairs of this level                                                   (`crossing`)
+    F_i = exp(sum_{t=b..i} g_t) for rows of upper halves, exp(sum_{t=i+1..b-1} g_t) for rows of lower ones
+    sum_d x_i y_j exp(G_i - G_j) = (F x) (F y)^T at the pairs of this level
 
 Gates are <= 0, so all terms of a sum have one sign: an exponent with a relative error e costs exp at most 0.37 e, however strong the
 gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gates, in fp16 where inputs are 16 bits wide (e = 2^-12),
 3xTF32 where they are fp32. This is exact: no pair depends on a gate outside j + 1 .. i.
+
+Levels inside blocks of 16 rows (`near_decays`) take products that a warp makes of its own block, with masks of [16, 16]; the others
+(`far_decays`) take products of whole tiles, one for each block of 2 half rows, in which all other rows are zero (`only_rows`).
 """
 
 from __future__ import annotations
@@ -57,41 +60,6 @@ def halves(half, C: tl.constexpr, TURNED: tl.constexpr = False):
 
 
 @triton.jit
-def crossing(half, C: tl.constexpr):
-    """[C, C], true at the pairs (i, j) of the level: i in the upper and j in the lower half of one block of 2 half rows."""
-    i, j = tl.arange(0, C), tl.arange(0, C)[None, :]
-    first = tl.where((i & half) != 0, i & (-2 * half), C)
-    return (j >= first[:, None]) & (j < (first + half)[:, None])
-
-
-@triton.jit
-def within(number, C: tl.constexpr):
-    """[C, C], true at the pairs (i, j) of one half block of level `number`: those of lower levels, and i = j."""
-    i = tl.arange(0, C) >> number
-    return i[:, None] == i[None, :]
-
-
-@triton.jit
-def decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
-    """F [C, BD] fp32 of a level, from g [C, BD] of `load_decay`."""
-    return tl.exp2(tl.dot(tl.where(halves(half, C), 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))
-
-
-@triton.jit
-def since_start(g, C: tl.constexpr, PRECISION: tl.constexpr):
-    """exp(G_i) [C, BD] fp32: what is left at row i of the state that the chunk meets."""
-    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.exp2(tl.dot(tl.where(t <= i, 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))
-
-
-@triton.jit
-def until_end(g, C: tl.constexpr, PRECISION: tl.constexpr):
-    """exp(G_C - G_i) [C, BD] fp32: what is left at the chunk's end of what row i writes."""
-    i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.exp2(tl.dot(tl.where(t > i, 1.0, 0.0).to(g.dtype), g, input_precision=PRECISION))
-
-
-@triton.jit
 def whole_chunk(g):
     """exp(G_C) [BD] fp32: what a chunk leaves of the state it meets."""
     return tl.exp2(tl.sum(g.to(tl.float32), 0))
@@ -118,3 +86,57 @@ def load_sums(table, number, C: tl.constexpr):
     """[C, C]: one of `sums`."""
     i, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return tl.load(table + number * (C * C) + i * C + t)
+
+
+NEAR = tl.constexpr(16)  # rows of a block whose own pairs are made apart: warps work on blocks alone, with masks of [16, 16] only
+
+
+@triton.jit
+def load_near(x, token, count, stride, head, first, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
+    """[C / 16, 16, BD]: `load_tile` by blocks of rows."""
+    b, r, d = tl.arange(0, C // NEAR), tl.arange(0, NEAR), first + tl.arange(0, BD)
+    i = b[:, None, None] * NEAR + r[None, :, None]
+    at = x + (token + i).to(tl.int64) * stride + head * D + d[None, None, :]
+    return tl.load(at, mask=(i < count) & (d < D)[None, None, :], other=0.0)
+
+
+@triton.jit
+def load_near_decay(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
+    """`load_decay` by blocks of rows."""
+    g = load_near(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)
+    return (tl.where(g < -200.0, -200.0, g) * LOG2E).to(DOT)
+
+
+@triton.jit
+def each_block(x, C: tl.constexpr):
+    """x [16, 16] for every block: [C / 16, 16, 16]."""
+    return tl.broadcast_to(x[None, :, :], [C // NEAR, NEAR, NEAR])
+
+
+@triton.jit
+def near_decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
+    """F [C / 16, 16, BD] of a level inside the blocks."""
+    return tl.exp2(tl.dot(each_block(tl.where(halves(half, NEAR), 1.0, 0.0).to(g.dtype), C), g, input_precision=PRECISION))
+
+
+@triton.jit
+def near_crossing(half, TURNED: tl.constexpr = False):
+    """[1, 16, 16], true at the pairs (i, j) of a level inside a block, i > j; TURNED: at (j, i)."""
+    i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    highest = ((i ^ j) & -half) == half  # the highest bit in which they differ
+    if TURNED:
+        return (highest & (i < j))[None, :, :]
+    return (highest & (i > j))[None, :, :]
+
+
+@triton.jit
+def far_decays(g, table, number, C: tl.constexpr, PRECISION: tl.constexpr):
+    """exp of the sums [C, BD] that `number` names in `sums`, fp32: F of a level, or of the chunk from its start or to its end."""
+    return tl.exp2(tl.dot(load_sums(table, number, C), g, input_precision=PRECISION))
+
+
+@triton.jit
+def only_rows(x, first, stop, C: tl.constexpr):
+    """x [C, BD], zero in the rows outside first .. stop."""
+    i = tl.arange(0, C)
+    return tl.where(((i >= first) & (i < stop))[:, None], x, 0.0)

@@ -79,7 +79,7 @@ def _solve_chunk(L, beta, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def _norms(x, token, count, stride, head, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr):
+def _norms(x, token, count, stride, head, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr):
     """1 / sqrt(sum x^2 + 1e-6) of the chunk's rows of x [N, H, K], or 1."""
     norms = tl.full((C,), 1.0, tl.float32)
     if NORMALIZE:
@@ -114,7 +114,7 @@ def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
     t, qw, w, rows, whole,  # outputs
     chunks, H, q_stride, k_stride, scale, log_bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
+    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above, the channels in blocks of BD."""
@@ -122,8 +122,8 @@ def _solve(
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = tl.arange(0, C)
     at = chunk.to(tl.int64) * H + head
-    rk = _norms(k, token, count, k_stride, head, K, BK, BD, C, NORMALIZE)
-    rq = _norms(q, token, count, q_stride, head, K, BK, BD, C, NORMALIZE)
+    rk = _norms(k, token, count, k_stride, head, K, BD, C, NORMALIZE)
+    rq = _norms(q, token, count, q_stride, head, K, BD, C, NORMALIZE)
     kw, qw_ = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     lacks = rk  # what the stored write key lacks
     if PRECONDITION:
@@ -182,7 +182,7 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
         _solve, M * H, x.key,
         x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, BK=power_of_2(K), BD=min(choice.block, power_of_2(K)), C=C,
+        K=K, BD=min(choice.block, power_of_2(K)), C=C,
         DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
         SOLVE=tl.float16 if x.normalize and not wide else tl.float32, num_warps=choice.warps,

@@ -3,8 +3,11 @@
     L_ij = sum_d khat_i w_j exp(G_i - G_j), i > j ;  QW_ij = scale sum_d qhat_i w_j exp(G_i - G_j), i >= j ;  N = (I + L B)^-1 L
     kr = exp(G) khat ;  qr = scale exp(G) qhat ;  wd = exp(G_C - G) w                           the keys as the scans meet a state with them
 
-The sums are made level by level (`kernels.levels`), two products a level and block of channels. One part after the other, each with its own
-loop over the channels, so that the second holds nothing of the first: k, q and g are read twice, mostly from the cache.
+The sums are made level by level (`kernels.levels`): inside blocks of 16 rows by products of [16, BD] by [BD, 16], a warp for each block,
+and between them by products of whole tiles, whose rows that have no part in it are zero. One part after the other, each with its own loop
+over the channels, so that it holds nothing of the others: k, q and g are read four times, mostly from the cache.
+
+Blocks have 64 channels in 16 bit, whatever K is: right operands with fewer columns go wrong (`kernels.gradients_channel`).
 
 Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B, writes t and qw 256 B, kr, qr and wd 768 B, rows 32 B, `whole` 8 B
 and with a preconditioner w 256 B.
@@ -17,9 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch, power_of_2
+from kernels.launch import launch
 from kernels.layout import Inputs, Layout, Solved
-from kernels.levels import decays, levels, load_decay, since_start, until_end, whole_chunk, within
+from kernels.levels import (
+    NEAR,
+    far_decays,
+    levels,
+    load_decay,
+    load_near,
+    load_near_decay,
+    near_crossing,
+    near_decays,
+    only_rows,
+    sums,
+    whole_chunk,
+)
 from kernels.solve import _norms, _solve_chunk, _write_keys
 from kernels.tiles import (
     BETA,
@@ -40,18 +55,18 @@ from kernels.tuned import setting
 
 @triton.jit
 def _keys(
-    q, k, beta, decay, forget, gain, center, a_start,  # inputs
+    q, k, beta, decay, forget, gain, center, a_start, table,  # inputs
     w, rows, whole, kr, qr, wd,  # outputs
     chunks, H, q_stride, k_stride, decay_stride, scale, log_bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr,
+    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """kr, qr, wd, exp(G_C), the rows' numbers and with a preconditioner w. One program a chunk and head, the channels in blocks of BD."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     at, i = chunk.to(tl.int64) * H + head, tl.arange(0, C)
-    rk = _norms(k, token, count, k_stride, head, K, BK, BD, C, NORMALIZE)
-    rq = _norms(q, token, count, q_stride, head, K, BK, BD, C, NORMALIZE)
+    rk = _norms(k, token, count, k_stride, head, K, BD, C, NORMALIZE)
+    rq = _norms(q, token, count, q_stride, head, K, BD, C, NORMALIZE)
     store_row(rows, load_gate(beta, token, count, H, head, C), BETA, at, count, C)
     store_row(rows, rk, KEY_NORM, at, count, C)
     store_row(rows, rq, QUERY_NORM, at, count, C)
@@ -74,63 +89,94 @@ def _keys(
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
         g = load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
         tl.store(whole + at * K + d, whole_chunk(g), mask=d < K)
-        read = since_start(g, C, PRECISION)
+        read = far_decays(g, table, levels(C), C, PRECISION)
         store_tile(kr, read * rk[:, None] * key.to(tl.float32), token, count, H * K, head, first, K, BD, C)
         store_tile(qr, read * (scale * rq)[:, None] * query.to(tl.float32), token, count, H * K, head, first, K, BD, C)
-        left = until_end(g, C, PRECISION) * lacks[:, None]
+        left = far_decays(g, table, levels(C) + 1, C, PRECISION) * lacks[:, None]
         store_tile(wd, left * write.to(tl.float32), token, count, H * K, head, first, K, BD, C)
 
 
 @triton.jit
-def _products(one, write, g, C: tl.constexpr, PRECISION: tl.constexpr):
-    """[C, C]: sum over these channels of one_i write_j exp(G_i - G_j), i > j, else 0. A level's product is right for its own pairs, zero
-    inside half blocks and stray outside of the level's blocks: there the next level, whose half blocks they are, clears it first."""
-    upper = tl.arange(0, C)[:, None]
+def _near(
+    q, k, w, decay, token, count, head, H, q_stride, k_stride, decay_stride,
+    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """[C / 16, 16, 16] twice, the pairs inside each block of 16 rows: key_i write_j, i > j, and query_i write_j, i >= j, both decayed."""
+    r, s = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    kw, qw = tl.zeros((C // NEAR, NEAR, NEAR), tl.float32), tl.zeros((C // NEAR, NEAR, NEAR), tl.float32)
+    own = tl.zeros((C // NEAR, NEAR), tl.float32)  # i = j: nothing decays
+    for first in tl.range(0, K, BD, num_stages=1):
+        key = load_near(k, token, count, k_stride, head, first, K, BD, C)
+        query = load_near(q, token, count, q_stride, head, first, K, BD, C)
+        write = key
+        if PRECONDITION:
+            write = load_near(w, token, count, H * K, head, first, K, BD, C)
+        g = load_near_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
+        own += tl.sum(query.to(tl.float32) * write.to(tl.float32), 2)
+        for number in tl.range(0, 4, num_stages=1):
+            half = 1 << number
+            F, pairs = near_decays(g, half, C, PRECISION), near_crossing(half)
+            faded = tl.trans((F * write.to(tl.float32)).to(write.dtype), 0, 2, 1)
+            kw += tl.where(pairs, tl.dot((F * key.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+            qw += tl.where(pairs, tl.dot((F * query.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+    return kw, qw + tl.where((r == s)[None, :, :], own[:, :, None], 0.0)
+
+
+@triton.jit
+def _far(
+    x, w, decay, table, token, count, head, x_stride, w_stride, decay_stride,
+    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """[C, C], the pairs of different blocks of 16 rows: x_i w_j decayed, for a reader x, which is k or q. A product for each block of
+    2 half rows, whose other rows are zero."""
     made = tl.zeros((C, C), tl.float32)
-    for number in tl.range(levels(C), num_stages=1, disable_licm=True):
-        half = 1 << number
-        F = decays(g, half, C, PRECISION)
-        left = tl.where((upper & half) != 0, F * one.to(tl.float32), 0.0).to(one.dtype)
-        right = tl.where((upper & half) == 0, F * write.to(tl.float32), 0.0).to(one.dtype)
-        made = tl.where(within(number, C), made, 0.0)
-        made = tl.dot(left, tl.trans(right), made, input_precision=PRECISION)
+    for first in tl.range(0, K, BD, num_stages=1):
+        read = load_tile(x, token, count, x_stride, head, first, K, BD, C)
+        write = load_tile(w, token, count, w_stride, head, first, K, BD, C)
+        g = load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
+        for number in tl.static_range(4, levels(C)):
+            F = far_decays(g, table, number, C, PRECISION)
+            for start in tl.static_range(0, C, 2 << number):
+                middle, stop = start + (1 << number), start + (2 << number)
+                lower = only_rows(F * write.to(tl.float32), start, middle, C).to(write.dtype)
+                upper = only_rows(F * read.to(tl.float32), middle, stop, C).to(write.dtype)
+                made = tl.dot(upper, tl.trans(lower), made, input_precision=PRECISION)
     return made
 
 
 @triton.jit
+def _joined(far, near, C: tl.constexpr):
+    """far [C, C] with near [C / 16, 16, 16] on the block diagonal."""
+    b = tl.arange(0, C // NEAR)
+    diagonal = (b[:, None] == b[None, :])[:, None, :, None]
+    return far + tl.reshape(tl.where(diagonal, near[:, :, None, :], 0.0), [C, C])
+
+
+@triton.jit
 def _solve_channel(
-    q, k, w, decay, rows,  # inputs
+    q, k, w, decay, rows, table,  # inputs
     t, qw,  # outputs
     chunks, H, q_stride, k_stride, decay_stride, scale,
-    K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
+    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
     PRECISION: tl.constexpr, SOLVE: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """N or QW: two programs a chunk and head, since the registers do not hold both. The channels in blocks of BD."""
-    queries, head, chunk = tl.program_id(0) % 2, tl.program_id(0) // 2 % H, tl.program_id(0) // 2 // H
+    """N and QW. One program a chunk and head, the channels in blocks of BD."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    at, i = chunk.to(tl.int64) * H + head, tl.arange(0, C)
-    x, stride = k, k_stride
-    if queries:
-        x, stride = q, q_stride
-    made = tl.zeros((C, C), tl.float32)
-    same = tl.zeros((C,), tl.float32)  # the diagonal, which does not decay
-    for first in tl.range(0, K, BD, num_stages=1):
-        one = load_tile(x, token, count, stride, head, first, K, BD, C)
-        if PRECONDITION:
-            write = load_tile(w, token, count, H * K, head, first, K, BD, C)
-        else:
-            write = load_tile(k, token, count, k_stride, head, first, K, BD, C)
-        same += tl.sum(one.to(tl.float32) * write.to(tl.float32), 1)
-        made += _products(one, write, load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES), C, PRECISION)
-    if not PRECONDITION:
-        made *= load_row(rows, KEY_NORM, at, C)[None, :]
-        same *= load_row(rows, KEY_NORM, at, C)
-    if queries:
-        made = tl.where(i[:, None] == i[None, :], same[:, None], made) * (scale * load_row(rows, QUERY_NORM, at, C))[:, None]
-        store_tile(qw, made, token, count, H * C, head, 0, C, C, C)
-    else:
-        L = made * load_row(rows, KEY_NORM, at, C)[:, None]
-        store_tile(t, -_solve_chunk(L, load_row(rows, BETA, at, C), C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
+    at = chunk.to(tl.int64) * H + head
+    near_k, near_q = _near(
+        q, k, w, decay, token, count, head, H, q_stride, k_stride, decay_stride, K, BD, C, PRECONDITION, PRECISION, GATES
+    )
+    norm = load_row(rows, KEY_NORM, at, C)
+    written, w_stride, lacks = k, k_stride, norm  # lacks: what the stored write key does
+    if PRECONDITION:
+        written, w_stride, lacks = w, H * K, tl.full((C,), 1.0, tl.float32)
+    made = _far(q, written, decay, table, token, count, head, q_stride, w_stride, decay_stride, K, BD, C, PRECISION, GATES)
+    made = _joined(made, near_q, C) * (scale * load_row(rows, QUERY_NORM, at, C))[:, None] * lacks[None, :]
+    store_tile(qw, made, token, count, H * C, head, 0, C, C, C)
+    made = _far(k, written, decay, table, token, count, head, k_stride, w_stride, decay_stride, K, BD, C, PRECISION, GATES)
+    L = _joined(made, near_k, C) * norm[:, None] * lacks[None, :]
+    store_tile(t, -_solve_chunk(L, load_row(rows, BETA, at, C), C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
@@ -143,20 +189,21 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     rows, whole = rows.view(M, H, kinds, C), whole.view(M, H, K)
     wide, strides = x.k.dtype == torch.float32, (x.q.stride(0), x.k.stride(0), x.decay_stride)
     gates, precision = tl.float32 if wide else tl.float16, dot_precision(x.k)
+    table = sums(C, torch.float32 if wide else torch.float16, x.k.device)
     choice = setting("keys", x.k)
     launch(
         _keys, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, w, rows, whole, kr, qr, wd,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, table, w, rows, whole, kr, qr, wd,
         layout.chunks, H, *strides, x.scale, x.log_bound, x.eps,
-        K=K, BK=power_of_2(K), BD=min(choice.block, power_of_2(K)), C=C, PRECONDITION=x.forget is not None,
+        K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=precision, DOT=tl.float32 if wide else tl.bfloat16, GATES=gates,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     choice = setting("solve_channel", x.k)
     launch(
-        _solve_channel, 2 * M * H, x.key,
-        x.q, x.k, w, x.decay, rows, t, qw, layout.chunks, H, *strides, x.scale,
-        K=K, BK=power_of_2(K), BD=min(choice.block, power_of_2(K)), C=C, PRECONDITION=x.forget is not None,
+        _solve_channel, M * H, x.key,
+        x.q, x.k, w, x.decay, rows, table, t, qw, layout.chunks, H, *strides, x.scale,
+        K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
         PRECISION=precision, SOLVE=tl.float16 if x.normalize and not wide else tl.float32, GATES=gates,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip

@@ -32,8 +32,8 @@ ANY = 1 << 40
 TABLE: dict[str, tuple[Row, ...]] = {
     "statistic": (Row(2, 128, ANY, Setting(0, 2, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
     "solve": (Row(2, ANY, ANY, Setting(32, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "keys": (Row(2, ANY, ANY, Setting(32, 4, 1, 168)), Row(4, ANY, ANY, Setting(16, 4, 1))),
-    "solve_channel": (Row(2, ANY, ANY, Setting(32, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "keys": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(16, 4, 1))),
+    "solve_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "scan": (
         Row(2, 128, ANY, Setting(128, 8, 2)),
         Row(2, ANY, ANY, Setting(32, 8, 1)),

@@ -93,7 +93,7 @@ def variants(what: str) -> list[dict]:
         for decay, precondition in flags:
             q, k, v = (torch.zeros(T, H, D, dtype=dtype, requires_grad=True) for D in (K, K, V))
             gate, decays = torch.zeros(T, H), torch.zeros(T, H, K) if "channel" in what else torch.zeros(T, H)
-            call = Call(layout(1, T, None, chunk_rows(k), H, device), 1.0, True, 0.4, 1e-6)
+            call = Call(layout(1, T, None, chunk_rows(k), H, device), 1.0, True, 0.4, 1e-6, None)
             gates = (gate, gate, torch.zeros(H)) if precondition else (None,) * 3
             o, s, _ = _DeltaRule.apply(call, q, k, v, gate, decays if decay else None, *gates, None, None)
             torch.autograd.grad((o.sum() + s.sum()).float(), [q, k, v])

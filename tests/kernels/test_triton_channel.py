@@ -223,7 +223,7 @@ def test_reverse_scan(gates, bounds, case, assert_close):
     t = {n: x.to(DEVICE, torch.float32) for n, x in one.tensors.items()}
     q, k, v, beta, decay = (t[n].flatten(0, 1) for n in ("q", "k", "v", "beta", "decay"))
     table = layout._build(tuple(bounds), layout.chunk_rows(k), 2, torch.device(DEVICE))
-    x = Call(table, 20**-0.5, True, 0.0, 1.0).inputs(q, k, v, beta, decay, None, None, None)
+    x = Call(table, 20**-0.5, True, 0.0, 1.0, None).inputs(q, k, v, beta, decay, None, None, None)
     solved = solve_channel.forward(x, table, None)
     do, ds = (one.weights[n].to(DEVICE, torch.float32) for n in ("o", "s"))
     got = dict(zip(("dh", "dx", "ds_0"), scan_backward.backward(x, solved, table, table.sequences, do.flatten(0, 1), ds), strict=True))
