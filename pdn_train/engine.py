@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -83,10 +84,11 @@ class Engine:
         self._line = sequence.connect(world, config.launch.hang_seconds)
         _compute_on(world.device)
         # DeepSpeed would make a world of its own for its collectives, with torch's default timeout
-        groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.hang_seconds))
+        groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.collective_seconds))
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory reports whatever its log level
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
         self.model: nn.Module = self._engine.module
+        self.begin: Callable[[str | None], object] = lambda part: None  # is told when a part of a step begins (`pdn_train.profiling.Parts`)
         _name_the_stage(self._engine.optimizer, self.stage)
         zero.start_moments(self._engine.optimizer, optimizer, self.model, applied_steps=0)
 
@@ -100,15 +102,21 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for i, batch in enumerate(batches):
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            self.begin("copy of the batch")
             batch = batch.to(self.world.device)
+            self.begin("forward")
             loss = self._engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens, relay=self.relay(batch))
+            self.begin("backward")
             self._engine.backward(loss * weight, scale_wrt_gas=False)
             total += loss.detach()
+        self.begin("gradient norm")
         dist.all_reduce(total)
         norm = self._gradient_norm()
         skipped = guard(self._optimizer, norm, self.clip)
+        self.begin("optimizer")
         set_learning_rate(self._optimizer, rate)
         self._engine.step()
+        self.begin(None)
         return Outcome(total / max(1, targets), norm, skipped)
 
     def relay(self, batch: Batch) -> Relay | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from pdn_train.checkpoint import Progress
 from pdn_train.files import write_whole
 from pdn_train.health import RANGES, Layer
 from pdn_train.outcome import Outcome
+from pdn_train.profiling import Moment
 from pdn_train.rundir import RunDir
 from pdn_train.world import World
 
@@ -46,27 +46,6 @@ class Pace:
     peak_flops: float | None
 
 
-class _Moment:
-    """A point of the device's own time line: on a GPU, when its work so far is done."""
-
-    def __init__(self, device: torch.device):
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, before: _Moment) -> float:
-        """Waits for this moment on a GPU."""
-        if self._event is None:
-            return self._time - before._time
-        self.wait()
-        return before._event.elapsed_time(self._event) / 1000
-
-
 class _Step:
     """A launched step whose numbers are on their way to the host."""
 
@@ -75,7 +54,7 @@ class _Step:
         told = torch.stack([outcome.loss.double(), outcome.grad_norm.double(), outcome.skipped.double()])
         self._told = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.is_cuda)
         self._told.copy_(told, non_blocking=True)
-        self.end = _Moment(told.device)
+        self.end = Moment(told.device)
 
     def settle(self) -> None:
         """Wait for the numbers; sets loss, grad_norm and skipped."""
@@ -92,7 +71,7 @@ class Journal:
         self._steps, self._every, self._max_nonfinite = steps, every, max_nonfinite
         self._waiting: _Step | None = None
         self._progress = start
-        self._since, self._since_step, self._paused = _Moment(world.device), start.step, 0.0
+        self._since, self._since_step, self._paused = Moment(world.device), start.step, 0.0
         self._writer = SummaryWriter(str(run_dir.tensorboard)) if world.leads else None
 
     def add(self, progress: Progress, rate: float, outcome: Outcome) -> None:
@@ -135,9 +114,9 @@ class Journal:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves what happens inside (a save, a validation) out of the rates. Flush first: a step that is still running belongs to them."""
-        started = _Moment(self._world.device)
+        started = Moment(self._world.device)
         yield
-        self._paused += _Moment(self._world.device).seconds_since(started)
+        self._paused += Moment(self._world.device).seconds_since(started)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -296,13 +296,10 @@ def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -
     try:
         world = World.detect(config.parallel.sequence, config.train.device)
         config.accumulation(world.size)
-        if config.model.kernel == "triton" and world.device.type != "cuda":
-            raise ConfigError(f"model.kernel=triton needs a GPU, and this rank computes on {world.device}; use model.kernel=torch")
-        if config.model.kernel == "triton":
-            require_kernel_cache()
+        require_kernel(config, world)
         if watchdog is not None:
             watchdog.beat("looking for the other ranks")
-        world.start(config.launch.hang_seconds)
+        world.start(config.launch.collective_seconds)
         data = open_data(config, world)
         if watchdog is None:
             watchdog = watch(config, world)
@@ -315,6 +312,14 @@ def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -
     watchdog.end("done" if code == 0 else "stopped")
     world.stop()
     return code
+
+
+def require_kernel(config: Config, world: World) -> None:
+    """Raise ConfigError or WorldError where model.kernel cannot run on this rank."""
+    if config.model.kernel == "triton" and world.device.type != "cuda":
+        raise ConfigError(f"model.kernel=triton needs a GPU, and this rank computes on {world.device}; use model.kernel=torch")
+    if config.model.kernel == "triton":
+        require_kernel_cache()
 
 
 def watch(config: Config, world: World) -> Watchdog:
