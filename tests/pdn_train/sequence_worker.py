@@ -4,12 +4,13 @@ sequence_worker.py FOLDER     every rank writes what it found, {case: {name: its
 
 A case is its key: recurrence, layout, which outputs the loss sees, ranks. `inputs` makes the same tensors everywhere; the test makes the
 judge's from them too. For layouts too long for that judge, {(case, "by heads"): ...} is the same by another road: whole sequences on every
-rank, heads cut instead, two all-to-alls.
+rank, heads cut instead, two all-to-alls. {(case, method): ...} has the state carried in each of the three ways.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from kernels.chunk import Preconditioner, delta_rule
 from kernels.conv import short_conv
 from kernels.maps import Piece
 from kernels.recurrence import RECURRENCES
-from pdn_train.sequence import GroupWire, Line
+from pdn_train.sequence import METHODS, GroupWire, Line, connect
+from pdn_train.world import World
 
 HEADS, SIZE, PAST = 4, 16, 3  # heads, channels of each, history of the convolution
 # Rows, tokens of each, and where sequences start in the rows joined (None: at the rows). Of 24 tokens boundaries are 12 | 8 16 | 6 12 18
@@ -44,6 +46,11 @@ def cases() -> list[Case]:
 
 def long_cases() -> list[Case]:
     return list(product(("gdn", "pdn", "pkda"), LONG, ("all",), (2, 4)))
+
+
+def node_cases() -> list[Case]:
+    """As on two nodes of two ranks."""
+    return list(product(("gdn", "pkda"), ("rows", "over three ranks"), ("all",), (4,)))
 
 
 def layout_of(name: str) -> tuple[int, int, tuple[int, ...] | None]:
@@ -192,6 +199,9 @@ def main(folder: str) -> None:
     for case in long_cases():
         if case[-1] in lines:
             found[case, "by heads"] = by_heads(case, groups[case[-1]], rank)
+    nodes = connect(World(rank, rank % 2, 4, 4, torch.device("cpu"), local_size=2), 60)
+    for case, method in product(node_cases(), METHODS):
+        found[case, method] = on_one_rank(case, replace(nodes, method=method))
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

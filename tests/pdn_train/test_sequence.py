@@ -62,15 +62,16 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double() - wanted).norm() / (wanted.norm() if wanted.any() else 1)).item()
 
 
-def errors(case, found) -> dict[str, float]:
-    """Of every rank's outputs and gradients; those of parameters that all ranks share, of their sum."""
+def errors(case, found, key=None) -> dict[str, float]:
+    """Of every rank's outputs and gradients; those of parameters that all share, of their sum. key: of the results, if not the case."""
+    key = key or case
     *_, loss, ranks = case
     wanted = judge(*case[:3], ranks if loss == "last" else 0)
     told = {}
     for rank in range(ranks):
-        for name, x in found[rank][case].items():
+        for name, x in found[rank][key].items():
             if name[1:] in worker.SHARED:
-                told[name] = error(sum(found[r][case][name].double() for r in range(ranks)), wanted[name])
+                told[name] = error(sum(found[r][key][name].double() for r in range(ranks)), wanted[name])
             else:
                 whole = wanted[name]
                 told[f"{name} of rank {rank}"] = error(x, whole if name.startswith("s") else worker.cut(whole, rank, ranks))
@@ -98,6 +99,14 @@ def test_long_sequences_against_heads_cut_instead(found, recurrence, ranks):
             if name[1:] in worker.SHARED:
                 ours, theirs = [sum(ours)], [sum(theirs)]
             assert all(error(x, y.double()) <= 1e-5 for x, y in zip(ours, theirs, strict=True)), (case, name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_real_groups_carry_states_in_each_way(found, method):
+    """Four processes as on two nodes of two."""
+    for case in worker.node_cases():
+        told = errors(case, found, (case, method))
+        assert all(e <= 1e-5 for e in told.values()), (case, told)
 
 
 class ThreadWire:

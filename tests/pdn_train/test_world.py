@@ -10,7 +10,17 @@ import pytest
 
 from pdn_train.world import World, WorldError, require_kernel_cache
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_JOB_ID",
+)
 
 
 @pytest.fixture
@@ -51,7 +61,9 @@ def test_sequence_ranks_share_a_data_rank(environment):
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "SLURM_JOB_ID": "42"}.items():
         environment(name, value)
     world = World.detect(sequence=2, device="cpu")
-    assert (world.data_rank, world.data_ranks, world.job) == (2, 4, "42")
+    assert (world.data_rank, world.data_ranks, world.sequence_rank, world.local_size, world.job) == (2, 4, 1, 8, "42")
+    environment("LOCAL_WORLD_SIZE", "4")
+    assert World.detect(sequence=2, device="cpu").local_size == 4
 
 
 @pytest.mark.parametrize(
