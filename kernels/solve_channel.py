@@ -138,8 +138,9 @@ def _far(
             F = far_decays(g, table, number, C, PRECISION)
             for start in tl.static_range(0, C, 2 << number):
                 middle, stop = start + (1 << number), start + (2 << number)
-                lower = only_rows(F * write.to(tl.float32), start, middle, C).to(write.dtype)
+                # upper first: its change of layout must not come between the store of lower and the product's fence (`kernels.levels.sums`)
                 upper = only_rows(F * read.to(tl.float32), middle, stop, C).to(write.dtype)
+                lower = only_rows(F * write.to(tl.float32), start, middle, C).to(write.dtype)
                 made = tl.dot(upper, tl.trans(lower), made, input_precision=PRECISION)
     return made
 
