@@ -5,6 +5,7 @@ SIGTERM and Ctrl-C reach the ranks, which write one checkpoint; the launcher the
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -16,10 +17,11 @@ import submitit
 from launch.job import Job
 from launch.requeue import settle
 from launch.snapshot import Submission
-from pdn_train.heartbeat import attempt_name
+from pdn_train.heartbeat import attempt_name, read_first, read_words
 from pdn_train.signals import REQUEUE, StopRequest
 
 POLL_SECONDS = 0.2
+LEAVING_SECONDS = 30.0  # that ranks have after the first fault; srun has its own way of ending them
 
 
 def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
@@ -29,8 +31,8 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) 
     while True:
         job = start(executor(), submission)
         print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
-        follow(job, stop)
         attempt = run_dir.heartbeats / attempt_name(job.job_id, 0)
+        follow(job, attempt, stop)
         again, ending = settle(run_dir, launch, attempt, submission.folder.name, restart, exit_code(job))
         if not again or stop.name is not None:
             return {"done": 0, "stopped": REQUEUE}.get(ending.how, 1)
@@ -46,9 +48,9 @@ def start(executor: submitit.LocalExecutor, submission: Submission) -> submitit.
         signal.signal(signal.SIGINT, handler)
 
 
-def follow(job: submitit.LocalJob, stop: StopRequest) -> None:
-    """Show rank 0's output until all ranks have ended; pass a signal on, once."""
-    shown, told = 0, False
+def follow(job: submitit.LocalJob, attempt: Path, stop: StopRequest) -> None:
+    """Show rank 0's output until all ranks have ended; pass a signal on, once; end what does not end after a fault."""
+    shown, told, deadline = 0, False, None
     while True:
         ended = job.done()
         shown += show(job.paths.stdout, shown)
@@ -57,6 +59,12 @@ def follow(job: submitit.LocalJob, stop: StopRequest) -> None:
         if stop.name is not None and not told:
             told = True
             job._process.send_signal(signal.SIGTERM)  # submitit's controller passes it on to the tasks
+        if deadline is None and read_first(attempt) is not None:
+            deadline = time.monotonic() + LEAVING_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            for word in read_words(attempt):
+                if word.alive:  # a stopped process, for instance
+                    os.kill(word.pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
 
 

@@ -173,7 +173,7 @@ class LaunchConfig(Section):
     constraint: str | None = None
     requeue: bool = True
     max_requeues: Count = 20
-    hang_seconds: Positive = 900  # without a sign of life from a rank, or in a collective, before the job is ended
+    hang_seconds: Positive = 900  # that a rank may take for one step, one save, ... before the job is ended
     setup: list[str] = []  # shell commands that run on the first node before the ranks start
     sbatch_extra: list[str] = []  # such as --qos=long
     srun_extra: list[str] = []  # such as --container-image=/images/train.sqsh
@@ -186,6 +186,11 @@ class LaunchConfig(Section):
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def collective_seconds(self) -> int:
+        """How long a collective may wait: longer than hang_seconds, after which the watchdog names the rank that the others wait for."""
+        return self.hang_seconds + 60
 
     @property
     def warning(self) -> int:

@@ -81,7 +81,7 @@ class Engine:
         names = {id(p): name for name, p in named}
         self._order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self._optimizer = optimizer
-        self._line = sequence.connect(world, config.launch.hang_seconds)
+        self._line = sequence.connect(world, config.launch.collective_seconds)
         _compute_on(world.device)
         # DeepSpeed would make a world of its own for its collectives, with torch's default timeout
         groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.collective_seconds))

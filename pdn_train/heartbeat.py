@@ -65,9 +65,14 @@ class Word:
         return self.machine == machine()
 
     @property
+    def alive(self) -> bool:
+        """Its process still exists. False where that cannot be looked up."""
+        return self.here and self.started is not None and process_start(self.pid) == self.started
+
+    @property
     def gone(self) -> bool:
-        """It ended without saying so. Only where `here`."""
-        return self.state == "running" and self.here and process_start(self.pid) != self.started
+        """It ended without saying so. False where that cannot be looked up."""
+        return self.state == "running" and self.here and not self.alive
 
     @property
     def place(self) -> str:

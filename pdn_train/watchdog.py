@@ -23,12 +23,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pdn_train.heartbeat import State, Word, claim_first, read_first, read_word
+from pdn_train.heartbeat import State, Word, claim_first, innermost, read_first, read_word
 from pdn_train.rundir import process_start
 
 GRACE_SECONDS = 10.0  # for the training thread to raise an error of its own, which says more than a stack
 OTHERS_SECONDS = 1.0  # for the process of a killed rank to vanish after its connections have
 LEAVING_SECONDS = 60.0  # from the last word to the end of the process
+WAITING = ("torch/distributed/", "torch/cuda/streams.py")  # where a rank that waits for others is found
+WAITING_INTERVALS = 3
 log = logging.getLogger(__name__)
 
 
@@ -127,8 +129,11 @@ class Watchdog:
         silent = time.monotonic() - self._since
         if silent <= self.hang_seconds:
             return None
+        stack = main_stack()
+        if any(part in innermost(stack) for part in WAITING) and silent <= self.hang_seconds + WAITING_INTERVALS * self._interval:
+            return None  # it waits for another rank, which has the first word
         error = f"no progress for {silent:.0f} s (launch.hang_seconds={self.hang_seconds:g})"
-        return replace(self._word(), state="failed", error=error, trace=main_stack())
+        return replace(self._word(), state="failed", error=error, trace=stack)
 
     def _gone(self) -> Word | None:
         for rank in self._neighbours:
