@@ -271,11 +271,12 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.kernel = config.kernel
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
             return F.linear(hidden, self.weight)
-        return summed_cross_entropy(hidden.flatten(0, -2), self.weight, labels.flatten())
+        return summed_cross_entropy(hidden.flatten(0, -2), self.weight, labels.flatten(), self.kernel)
 
 
 class LanguageModel(nn.Module):

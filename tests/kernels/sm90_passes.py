@@ -9,7 +9,7 @@ import sys
 import torch
 from sm90 import Compilations
 
-from kernels import conv_triton, gates_triton, mixer_inputs_triton, norm_triton, swiglu_triton
+from kernels import conv_triton, cross_entropy_triton, gates_triton, mixer_inputs_triton, norm_triton, swiglu_triton
 from kernels.gates import GateColumns, GateParameters
 
 H, K = 8, 128
@@ -52,6 +52,9 @@ def passes(dtype):
         back(norm_triton.residual_rms_norm(stream, added, weight, 1e-6), stream, weight)
     x = made(2, 100, 2 * 2816, dtype=dtype)
     back([swiglu_triton.swiglu(x)], x)
+    for gradient in (True, False):
+        cross_entropy_triton.cross_entropy(made(8, 32000, dtype=dtype), torch.zeros(8, dtype=torch.int64), -100, gradient)
+    cross_entropy_triton.scaled(x, torch.ones(()))
 
 
 if __name__ == "__main__":

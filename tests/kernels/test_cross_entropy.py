@@ -24,7 +24,7 @@ def judge(hidden, weight, labels):
 
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_loss_and_gradients_equal_torchs(monkeypatch, pieces):
-    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", (512 if pieces == 1 else 255) * 50)  # 255 rows fit: 128 at once, 44 at last
+    monkeypatch.setitem(cross_entropy.CHUNK_LOGITS, "torch", (512 if pieces == 1 else 255) * 50)  # 255 rows fit: 128 at once, 44 at last
     hidden, weight, labels = operands()
     loss, expected = summed_cross_entropy(hidden, weight, labels), judge(hidden, weight, labels)
     assert loss.dtype == torch.float64 and abs(loss / expected - 1) < 1e-13
@@ -34,7 +34,7 @@ def test_loss_and_gradients_equal_torchs(monkeypatch, pieces):
 
 @pytest.mark.parametrize("vocab, rows", [(32_000, 2048), (50_304, 1280), (2**19, 128), (2**21, 128)])
 def test_pieces_are_whole_row_tiles(vocab, rows):
-    assert cross_entropy._rows_at_once(vocab) == rows
+    assert cross_entropy._rows_at_once(vocab, "torch") == rows
 
 
 def test_no_targets_give_zero_and_no_nan():
@@ -75,7 +75,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_all_logits_never_exist_at_once(monkeypatch, with_gradients):
-    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 130 * 3000)
+    monkeypatch.setitem(cross_entropy.CHUNK_LOGITS, "torch", 130 * 3000)
     hidden, weight, labels = operands(rows=400, vocab=3000)
     with torch.set_grad_enabled(with_gradients), Largest() as largest:
         loss = summed_cross_entropy(hidden, weight, labels)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-KERNELS = {"_conv_step", "_gates", "_column_sums"}
+KERNELS = {"_conv_step", "_gates", "_column_sums", "_cross_entropy", "_scaled"}
 KERNELS |= {name + way for name in ("_inputs", "_norm", "_swiglu", "_channel_decay") for way in ("", "_backward")}
 
 
