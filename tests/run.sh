@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the project where needed, then runs the tests: `bash tests/run.sh [pytest arguments]`. No GPU is needed.
-# `bash tests/run.sh --slurm [pytest arguments]` runs all tests of the launcher and of faults instead, those marked long too (about 20 minutes
-# on 2 cores): on a SLURM cluster of their own, for which root is needed and Debian's packages are installed where they are missing.
+# `bash tests/run.sh --slurm [pytest arguments]` runs all tests of the launcher and of faults instead, those marked long too (about 40 minutes
+# on 2 busy cores): on a SLURM cluster of their own, for which root is needed and Debian's packages are installed where they are missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/environment.sh

@@ -34,6 +34,7 @@ def fault(rank: int, at: str, step: int, act: str) -> dict:
     return {"rank": rank, "at": at, "step": step, "act": act}
 
 
+@pytest.mark.long
 def test_killed_at_a_random_step_in_a_save_and_in_publication(make_whole_run, uninterrupted):
     """The launcher starts the run again each time; nothing is lost, nothing is done twice."""
     run = make_whole_run("kills")
