@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.maps import Relay
-from pdn_train import sequence, zero
+from pdn_train import sequence, stage1, zero
 from pdn_train.config import Config
 from pdn_train.data import Batch
 from pdn_train.optim import build_optimizer, guard, set_learning_rate
@@ -36,6 +36,7 @@ from pdn_train.world import World, without_gpu
 without_gpu()
 
 import deepspeed  # noqa: E402 - it looks for its accelerator when it is imported
+import deepspeed.runtime.engine  # noqa: E402
 from deepspeed.accelerator import get_accelerator, set_accelerator  # noqa: E402
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
@@ -44,6 +45,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 # Only DeepSpeed's inference uses this host-memory op, and init would compile it for a minute
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.runtime.engine.BF16_Optimizer = stage1.lean(deepspeed.runtime.engine.BF16_Optimizer)
 deepspeed_logger.setLevel(logging.WARNING)
 # DeepSpeed calls collectives by names that torch is about to change
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -54,7 +56,7 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
     bf16 = config.train.precision == "bf16"
     stage = {"stage": config.parallel.zero, "overlap_comm": True, "contiguous_gradients": True}
     if config.parallel.zero == 2 or (config.parallel.zero == 1 and not bf16):
-        stage["compute_grad_norm"] = False  # `Engine.step` has it already; stages 1 in bf16 and 3 insist on their own
+        stage["compute_grad_norm"] = False  # `Engine.step` has it already; stage 3 insists on its own, 1 in bf16 has none (`stage1`)
     return {
         # DeepSpeed multiplies by all ranks, those of one sequence-parallel group included
         "train_batch_size": config.train.global_batch * config.parallel.sequence,
@@ -67,6 +69,7 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it would make the host wait for the device at every forward pass
     }
 
 
