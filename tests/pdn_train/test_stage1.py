@@ -1,0 +1,65 @@
+"""ZeRO-1 in bf16 without DeepSpeed's extra passes: the same bits, and nothing that the host waits for. Two ranks: test_stages."""
+
+import deepspeed.runtime.bf16_optimizer as theirs
+import deepspeed.runtime.engine
+import pytest
+import torch
+
+from pdn_train import config
+from pdn_train.data import Batch
+from pdn_train.engine import Engine
+from pdn_train.model import LanguageModel
+from pdn_train.world import World
+
+TREE = {
+    "run_dir": "unused",
+    "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 50},
+    "data": {"path": "unused", "seq_len": 16},
+    "train": {"micro_batch": 2, "global_batch": 6, "precision": "bf16", "device": "cpu"},
+}
+POISONED = 1  # this step's gradients are NaN
+
+
+@pytest.fixture
+def world():
+    world = World.detect(device="cpu")
+    world.start(60)
+    yield world
+    world.stop()
+
+
+def train(world: World, steps: int) -> tuple[Engine, list[list[float]]]:
+    """Three micro-batches a step."""
+    run, told = config.build(TREE, "test"), []
+    model = LanguageModel(run.model)
+    model.init_weights(0)
+    engine = Engine(model, run, world)
+    for step in range(steps):
+        ids = torch.randint(0, 50, (3, 2, 17), generator=torch.Generator().manual_seed(step))
+        batches = [Batch(rows[:, :-1], rows[:, 1:].contiguous(), None, 32) for rows in ids]
+        hook = engine.model.norm.register_full_backward_hook(lambda module, grad_in, out: (grad_in[0] * float("nan"), *grad_in[1:]))
+        if step != POISONED:
+            hook.remove()
+        outcome = engine.step(batches, 1e-2, 96)
+        hook.remove()
+        told.append([x.item() for x in (outcome.loss, outcome.grad_norm, outcome.skipped)])
+    return engine, told
+
+
+def test_the_same_bits_as_deepspeeds_own(monkeypatch, world):
+    ours, told = train(world, 4)
+    monkeypatch.setattr(deepspeed.runtime.engine, "BF16_Optimizer", theirs.BF16_Optimizer)
+    plain, expected = train(world, 4)
+    assert type(plain._engine.optimizer) is theirs.BF16_Optimizer is not type(ours._engine.optimizer)
+    assert [step[2] for step in told] == [0, 1, 0, 0]
+    assert str(told) == str(expected)  # NaN is equal to NaN as text
+    for a, b in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_norm_is_read_and_no_clock_waits(monkeypatch, world):
+    for name in ("get_global_norm_of_tensors", "is_invalid_grad_norm"):
+        monkeypatch.setattr(theirs, name, None)
+    engine, told = train(world, 1)
+    assert told[0][2] == 0 and not engine._engine.tput_timer.config.enabled
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
