@@ -59,6 +59,8 @@ from kernels.layout import Inputs, Layout, Solved, chunk_rows, layout
 from kernels.maps import Relay
 from kernels.operands import Preconditioner, State
 
+NARROWEST = 64  # key channels in 16 bit: products with fewer columns can go wrong on Hopper (`kernels.gradients_channel`)
+
 
 def run(
     q: Tensor,
@@ -83,6 +85,8 @@ def run(
     gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
     s_0, a_0 = (None, None) if state is None else state
     channel = decay is not None and decay.dim() == q.dim()
+    if q.element_size() == 2:
+        q, k = (_padded(x, max(key, NARROWEST)) for x in (q, k))
     q, k, v = (_rows(x) for x in (q, k, v))
     if channel:
         decay = _rows(_padded(decay, k.shape[-1]))

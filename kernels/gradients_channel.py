@@ -8,8 +8,8 @@ exp(G_i - G_j) of two rows a factor in each of them (`kernels.levels`). Channel 
     dw    = beta exp(G_C - G) (U dS'^T) + sum_i span_ij (D1_ij khat_i + D2_ij qhat_i)             (the key that writes)
 
 and dg_t is the sum over the spans that hold t, each as it stands and never a difference: of (a term of dqhat) qhat + (a term of dkhat) khat
-from the state to rows i >= t, of (a term of dw) w from rows j < t to the next state, of exp(G_C) sum_e S dS' from state to state, and of the
-pairs i >= t > j, level by level: a level's span is F_i F_j, F_i holds the gates of i's half block and F_j those of j's, so
+from the state to rows i >= t, of (a term of dw) w from rows j < t to the next state, of exp(G_C) sum_e S dS' from state to state, and of
+the pairs i >= t > j, level by level: a level's span is F_i F_j, F_i holds the gates of i's half block and F_j those of j's, so
 
     T_q = F (D2 (F w)) ;  T_k = F (D1 (F w)) ;  T_w = F (D1^T (F khat) + D2^T (F qhat))            at the pairs of the level
     dg_t += sum of [T_q qhat + T_k khat + T_w w]_i over the rows i whose factor holds g_t
@@ -21,7 +21,8 @@ Three launches, one program a chunk, head and block of key channels each: `_read
 dg. The norms (dk = rk dkhat - rk^2 k (khat . dkhat), and q) need sums over channels, which `kernels.pairs` makes from values.
 
 Cost, D = 128, 16 bit, a token and head, a decay in fp32: the query 256 B each of q, w, do, g 512 B, e2 128 B, h and dh 1,024 B, and writes
-768 B; the key without dh 512 B less, and dg once more; the write q, k, w, u 1,024 B, g 512 B, e1, e2 256 B, dh 512 B, dg twice, dk or dw: 9 KB.
+768 B; the key without dh 512 B less, and dg once more; the write q, k, w, u 1,024 B, g 512 B, e1, e2 256 B, dh 512 B, dg twice, dk or dw:
+9 KB.
 
 Right operands have 64 columns or more in 16 bit: with 32 or 16 the ptxas that Triton 3.6 brings makes products that read outside of shared
 memory (13.0 does not, nor Triton 3.7.1).

@@ -13,8 +13,8 @@ values: o is linear in qhat, v - U in the reading khat and the next states in be
 
     qhat . dqhat = dO . O ;  khat . dkhat = beta dX . (2 U - V)                                 the latter without a preconditioner
 
-The last sum of dg is taken over the spans that hold t, as it stands: a difference of sums over longer spans would lose a strong decay's tiny
-gradient. e1 and e2 hold D1 and D2 with what the stored tiles lack of khat, qhat and w: rk_i or rq_i, and rk_j without a preconditioner.
+The last sum of dg is taken over the spans that hold t, as it stands: a difference of sums over longer spans would lose a strong decay's
+tiny gradient. e1 and e2 hold D1 and D2 with what the stored tiles lack of khat, qhat and w: rk_i or rq_i, and rk_j without a preconditioner.
 
 Cost, D = 128, 16 bit, a token and head: reads u, dx, do (with a scalar decay k, w and qw too), writes dv, e1, e2: 1.3 (1.9) KB.
 """
@@ -124,7 +124,8 @@ def backward(x: Inputs, solved: Solved, layout: Layout, o: Tensor, u: Tensor, dx
         x.k, solved.w, solved.qw, solved.rows, u, dx, do, x.v, o, e1, e2, dv, dbeta, between, along_q, along_k,
         layout.chunks, H, x.k.stride(0), x.v.stride(0), x.scale,
         K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,
-        SCALAR=scalar, ALONG=channel, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
+        SCALAR=scalar, ALONG=channel, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k),
+        DOT=tl.float32 if wide else tl.bfloat16,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return Pairs(e1, e2, dv, dbeta, between, along_q, along_k)

@@ -48,6 +48,7 @@ from kernels.tiles import (
     spans,
     store_row,
     store_tile,
+    through_memory,
 )
 from kernels.tuned import setting
 
@@ -55,8 +56,9 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _solve_chunk(L, beta, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """N = (I + L diag(beta))^-1 L of a strictly lower triangular L [C, C], fp32; its products are made in DOT."""
+def _solve_chunk(L, beta, scratch, token, count, H, head, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """N = (I + L diag(beta))^-1 L of a strictly lower triangular L [C, C], fp32; its products are made in DOT. scratch [N, H, C] in DOT, None
+    for fp32 inputs."""
     B: tl.constexpr = C // BLOCK
     block, row = tl.arange(0, B), tl.arange(0, BLOCK)
     own = (block[:, None] == block[None, :])[:, None, :, None]
@@ -67,8 +69,10 @@ def _solve_chunk(L, beta, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.cons
         corner = ((r >> level + 1) == (c >> level + 1)) & ((r >> level) > (c >> level))
         half = tl.dot(tl.where(corner, lower, 0.0).to(DOT), D.to(DOT), input_precision=PRECISION)
         D -= tl.dot(D.to(DOT), half.to(DOT), input_precision=PRECISION)
-    D = tl.reshape(tl.where(own, D[:, :, None, :], 0.0), [C, C])
-    Y = tl.dot(D.to(DOT), L.to(DOT), input_precision=PRECISION)
+    D = tl.reshape(tl.where(own, D[:, :, None, :], 0.0), [C, C]).to(DOT)
+    if scratch is not None:
+        D = through_memory(scratch, D, token, count, H, head, C)
+    Y = tl.dot(D, L.to(DOT), input_precision=PRECISION)
     i = tl.arange(0, C)
     E = tl.where((i // BLOCK)[:, None] > (i // BLOCK)[None, :], Y * beta[None, :], 0.0).to(DOT)
     if B > 2:
@@ -101,9 +105,10 @@ def _log2(x, DOT: tl.constexpr):
 
 @triton.jit
 def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """w [C, BD] fp32 = b * khat for some channels, from k [C, BD], M_p below the diagonal [C, C] and a [C, BD] = exp(P) a_start."""
+    """w [C, BD] fp32 = b * khat for some channels, from k [C, BD], M_p below the diagonal [C, C] in DOT and a [C, BD] = exp(P) a_start."""
     gained = (c * rk * rk)[:, None] * k * k
-    a = tl.dot(decayed.to(DOT), gained.to(DOT), a + gained, input_precision=PRECISION)
+    # the factor keeps the sum out of the product's accumulator, whose change of layout would come before its fence (`kernels.levels.sums`)
+    a += gained + tl.dot(decayed, (gained * 4096.0).to(DOT), input_precision=PRECISION) * (1.0 / 4096.0)
     r = _log2(a + eps, DOT) * (1.0 / LOG2E) - center
     slope = tl.rsqrt(1.0 + tl.abs(r))  # a division takes several instructions, as a logarithm in another base would
     return tl.exp2(r * slope * slope * (-LOG2E * log_bound)) * rk[:, None] * k
@@ -112,7 +117,7 @@ def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr,
 @triton.jit
 def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
-    t, qw, w, rows, whole,  # outputs
+    t, qw, w, rows, whole, masks, inverses,  # outputs; masks and inverses are scratch, t in other dtypes
     chunks, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
@@ -129,7 +134,9 @@ def _solve(
     if PRECONDITION:
         lacks = tl.full((C,), 1.0, tl.float32)
         high, low = cumulate(load_gate(forget, token, count, H, head, C))
-        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0)
+        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0).to(DOT)
+        if masks is not None:
+            decayed = through_memory(masks, decayed, token, count, H, head, C)
         grown = tl.exp2(high + low)
         c = load_gate(gain, token, count, H, head, C)
         m = tl.load(center + head)
@@ -140,10 +147,11 @@ def _solve(
             d = first + tl.arange(0, BD)
             a = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
             write = _write_keys(key.to(tl.float32), rk, decayed, c, a, m, log_bound, eps, DOT, PRECISION).to(key.dtype)
-            store_tile(w, write, token, count, H * K, head, first, K, BD, C)
         kw = tl.dot(key, tl.trans(write), kw, input_precision=PRECISION)
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
         qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
+        if PRECONDITION:  # after the products, whose fence a change of layout must not precede
+            store_tile(w, write, token, count, H * K, head, first, K, BD, C)
     gate = load_gate(beta, token, count, H, head, C)
     store_row(rows, gate, BETA, at, count, C)
     store_row(rows, rk, KEY_NORM, at, count, C)
@@ -166,7 +174,18 @@ def _solve(
         mask = tl.where(i[:, None] >= i[None, :], lacks[None, :], 0.0)
     store_tile(qw, qw_ * mask * (scale * rq)[:, None], token, count, H * C, head, 0, C, C, C)
     L = tl.where(i[:, None] > i[None, :], kw * mask * rk[:, None], 0.0)
-    store_tile(t, -_solve_chunk(L, gate, C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
+    solved = _solve_chunk(L, gate, inverses, token, count, H, head, C, SOLVE, PRECISION)
+    tl.debug_barrier()  # t is scratch until here
+    store_tile(t, -solved, token, count, H * C, head, 0, C, C, C)
+
+
+def scratch(x: Inputs, t: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Room for M_p in bf16 and for D in the dtype of the solve's products: t [N, H, C], which is written last, but where D is in fp32. None
+    for fp32 inputs, whose products of 32 rows take any left operand."""
+    if x.k.dtype == torch.float32:
+        return None, None
+    inverses = t.view(torch.float16) if x.normalize else torch.empty(t.shape, dtype=torch.float32, device=t.device)
+    return t.view(torch.bfloat16), inverses
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
@@ -177,10 +196,11 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     M, kinds = len(layout.chunks), KINDS.value
     numbers = torch.empty(M * H * (kinds * C + 1), dtype=torch.float32, device=x.k.device)
     rows, whole = numbers[: M * H * kinds * C].view(M, H, kinds, C), numbers[M * H * kinds * C :].view(M, H)
-    choice, wide = setting("solve", x.k), x.k.dtype == torch.float32
+    choice, wide = setting("solve" if w is None else "solve_preconditioned", x.k), x.k.dtype == torch.float32
+    masks, inverses = scratch(x, t)
     launch(
         _solve, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole, masks, inverses,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, BD=min(choice.block, power_of_2(K)), C=C,
         DECAY=x.decay is not None, PRECONDITION=x.forget is not None,

@@ -35,7 +35,7 @@ from kernels.levels import (
     sums,
     whole_chunk,
 )
-from kernels.solve import _norms, _solve_chunk, _write_keys
+from kernels.solve import _norms, _solve_chunk, _write_keys, scratch
 from kernels.tiles import (
     BETA,
     KEY_NORM,
@@ -49,6 +49,7 @@ from kernels.tiles import (
     spans,
     store_row,
     store_tile,
+    through_memory,
 )
 from kernels.tuned import setting
 
@@ -56,7 +57,7 @@ from kernels.tuned import setting
 @triton.jit
 def _keys(
     q, k, beta, decay, forget, gain, center, a_start, table,  # inputs
-    w, rows, whole, kr, qr, wd,  # outputs
+    w, rows, whole, kr, qr, wd, masks,  # outputs; masks [N, H, C] is scratch
     chunks, H, q_stride, k_stride, decay_stride, scale, log_bound, eps,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr, GATES: tl.constexpr,
@@ -74,7 +75,9 @@ def _keys(
     if PRECONDITION:
         lacks = tl.full((C,), 1.0, tl.float32)
         high, low = cumulate(load_gate(forget, token, count, H, head, C))
-        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0)
+        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0).to(DOT)
+        if masks is not None:
+            decayed = through_memory(masks, decayed, token, count, H, head, C)
         grown = tl.exp2(high + low)
         c = load_gate(gain, token, count, H, head, C)
         m = tl.load(center + head)
@@ -156,7 +159,7 @@ def _joined(far, near, C: tl.constexpr):
 @triton.jit
 def _solve_channel(
     q, k, w, decay, rows, table,  # inputs
-    t, qw,  # outputs
+    t, qw, inverses,  # outputs; inverses [N, H, C] is scratch
     chunks, H, q_stride, k_stride, decay_stride, scale,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
     PRECISION: tl.constexpr, SOLVE: tl.constexpr, GATES: tl.constexpr,
@@ -177,7 +180,9 @@ def _solve_channel(
     store_tile(qw, made, token, count, H * C, head, 0, C, C, C)
     made = _far(k, written, decay, table, token, count, head, k_stride, w_stride, decay_stride, K, BD, C, PRECISION, GATES)
     L = _joined(made, near_k, C) * norm[:, None] * lacks[None, :]
-    store_tile(t, -_solve_chunk(L, load_row(rows, BETA, at, C), C, SOLVE, PRECISION), token, count, H * C, head, 0, C, C, C)
+    solved = _solve_chunk(L, load_row(rows, BETA, at, C), inverses, token, count, H, head, C, SOLVE, PRECISION)
+    tl.debug_barrier()  # t is scratch until here
+    store_tile(t, -solved, token, count, H * C, head, 0, C, C, C)
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
@@ -191,10 +196,11 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     wide, strides = x.k.dtype == torch.float32, (x.q.stride(0), x.k.stride(0), x.decay_stride)
     gates, precision = tl.float32 if wide else tl.float16, dot_precision(x.k)
     table = sums(C, torch.float32 if wide else torch.float16, x.k.device)
+    masks, inverses = scratch(x, t)
     choice = setting("keys", x.k)
     launch(
         _keys, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, table, w, rows, whole, kr, qr, wd,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, table, w, rows, whole, kr, qr, wd, masks,
         layout.chunks, H, *strides, x.scale, x.log_bound, x.eps,
         K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=precision, DOT=tl.float32 if wide else tl.bfloat16, GATES=gates,
@@ -203,7 +209,7 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     choice = setting("solve_channel", x.k)
     launch(
         _solve_channel, M * H, x.key,
-        x.q, x.k, w, x.decay, rows, table, t, qw, layout.chunks, H, *strides, x.scale,
+        x.q, x.k, w, x.decay, rows, table, t, qw, inverses, layout.chunks, H, *strides, x.scale,
         K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
         PRECISION=precision, SOLVE=tl.float16 if x.normalize and not wide else tl.float32, GATES=gates,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,

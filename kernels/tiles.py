@@ -58,6 +58,16 @@ def store_tile(x, tile, token, count, stride, head, first, D: tl.constexpr, BD: 
         tl.store(at, tile.to(x.dtype.element_ty), mask=(i < count)[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def through_memory(scratch, tile, token, count, H, head, C: tl.constexpr):
+    """tile [C, C] of a chunk and head, zero past its rows, stored to scratch [N, H, C] in its dtype and loaded again. A left operand of a
+    product on Hopper must come from a load (`kernels.levels.sums` says why)."""
+    tl.debug_barrier()  # scratch may still be read
+    store_tile(scratch, tile, token, count, H * C, head, 0, C, C, C)
+    tl.debug_barrier()  # the threads read each other's stores
+    return load_tile(scratch, token, count, H * C, head, 0, C, C, C)
+
+
 def allow_descriptors() -> None:
     """Gives Triton the memory in which a kernel that uses tensor descriptors keeps them. To be called before each such launch: the
     setting is a context variable, and autograd runs backward passes in threads of its own."""

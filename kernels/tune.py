@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels import tuned
 from kernels.bench import NAMES, median_ms, operands, ours, passes
 from kernels.chunk import Preconditioner, delta_rule
+from kernels.recurrence import RECURRENCES
 from kernels.tuned import ANY, Row, Setting
 
 TOLERANCE = 2e-2  # relative RMS; wrong kernels are off by far more
@@ -25,14 +26,17 @@ CHECKED = (2, 300, 2)  # B, T, H of the check: a last chunk that is short
 SCANS = [Setting(block, block // 16, stages) for block in (64, 128) for stages in (1, 2, 3)]
 CANDIDATES = {
     "statistic": [Setting(0, warps, 1) for warps in (1, 2, 4)],
-    "solve": [Setting(block, 4, 1, registers) for block in (32, 64, 128) for registers in (None, 168)],
+    "solve": [Setting(block, 4, 1, registers) for block in (64, 128) for registers in (None, 168)],
+    "solve_preconditioned": [Setting(block, 4, 1, registers) for block in (64, 128) for registers in (None, 168)],
+    "keys": [Setting(64, 4, 1, registers) for registers in (None, 168)],
+    "solve_channel": [Setting(64, 4, 1, registers) for registers in (None, 168)],
     "scan": SCANS,
     "states": SCANS,
     "scan_backward": SCANS,
-    "pairs": [Setting(64, 4, 1), Setting(64, 8, 1)],
-    "gradients": [Setting(block, warps, 1) for block in (32, 64, 128) for warps in (4, 8)],
-    "gradients_channel": [Setting(block, warps, 1) for block in (16, 32, 64) for warps in (4, 8)],
-    "statistic_inside": [Setting(block, warps, 1) for block in (32, 64) for warps in (4, 8)],
+    "pairs": [Setting(64, 4, 1), Setting(64, 4, 1, 168)],
+    "gradients": [Setting(block, 4, 1) for block in (64, 128)],
+    "gradients_channel": [Setting(64, 4, 1)],
+    "statistic_inside": [Setting(64, 4, 1, registers) for registers in (None, 168)],
     "statistic_finish": [Setting(0, warps, 1) for warps in (4, 8)],
 }
 
@@ -73,6 +77,15 @@ def tried(stage: str, settings: Iterable[Setting], small: dict, judge: list[Tens
     return sorted(row for row in rows if row[0] < float("inf"))
 
 
+def launched(recurrence: str) -> list[str]:
+    """The stages that a recurrence goes through, of those with candidates."""
+    one = RECURRENCES[recurrence]
+    channel, preconditioned = one.decay == "channel", one.preconditioner != "none"
+    solve = ["keys", "solve_channel"] if channel else ["solve_preconditioned" if preconditioned else "solve"]
+    statistic = ["statistic", "statistic_inside", "statistic_finish"] if preconditioned else []
+    return [*statistic, *solve, "scan", "states", "scan_backward", "pairs", "gradients_channel" if channel else "gradients"]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="32,2048,8,128", metavar="B,T,H,D")
@@ -85,8 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
     small = operands(options.recurrence, *CHECKED, D)
     judge = results(by_torch, small)
     _, timed = passes(ours, operands(options.recurrence, B, T, H, D))
-    plain = options.recurrence in ("dn", "gdn")
-    for stage in options.stage or [s for s in CANDIDATES if not (plain and s.startswith("statistic"))]:
+    stages = options.stage or launched(options.recurrence)
+    for stage in stages:
         rows = tried(stage, CANDIDATES[stage], small, judge, timed)
         if rows:
             ms, best = rows[0]

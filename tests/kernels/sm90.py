@@ -8,6 +8,7 @@ Triton's own launcher would see.
 import re
 import subprocess
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -74,7 +75,28 @@ def _resources(compiled) -> dict:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     spilled = sum(int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
-    return {"registers": registers, "spilled": spilled, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async")}
+    return {"registers": registers, "spilled": spilled, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async")} | _faults(
+        compiled.asm["ptx"]
+    )
+
+
+def _faults(ptx: str) -> dict:
+    """Two faults of the tools on Hopper (kernels/LOG.md). unfenced: products in whose sight shared memory was written without first the fence,
+    then a barrier, so that they can read a right operand before other warps' stores are seen. narrow: 16-bit products with right operands
+    of fewer than 64 columns."""
+    marks = re.findall(r"st\.shared|stmatrix|fence\.proxy\.async|bar\.sync|wgmma\.mma_async\.sync\.aligned\.m64n\d+k16", ptx)
+    written, fenced, unfenced = False, False, 0
+    for mark, after in pairwise([*marks, ""]):
+        if mark.startswith("st"):
+            written, fenced = True, False
+        elif mark.startswith("fence"):
+            fenced = True
+        elif mark.startswith("bar"):
+            written = written and not fenced
+        elif written:
+            unfenced += not after.startswith("wgmma")
+    narrow = sum(m.startswith("wgmma") and int(re.search(r"n(\d+)k", m).group(1)) < 64 for m in marks)
+    return {"unfenced": unfenced, "narrow": narrow}
 
 
 def variants(what: str) -> list[dict]:
