@@ -11,8 +11,8 @@ Training is three times the forward pass: each product has two in its backward, 
 checkpointing, states recomputed by a kernel) is not counted. The six recurrences have the same count.
 
 Memory is an estimate for a launch decision: what is listed in `memory_per_gpu`, without the CUDA context, fragmentation and temporaries of
-single operators (together 1 to 5 GB). The mixer's share is that of the torch kernels, which keep their intermediate tensors in fp32; it was
-counted from autograd's saved tensors (head_dim 64 and 128, November 2026).
+single operators (together 1 to 5 GB). What a block keeps was counted from autograd's saved tensors (November 2026): with the Triton
+kernels tensor by tensor (`_triton_mixer`), with the torch ones, which keep their intermediate tensors in fp32, as a sum a channel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdn_train.config import Config, ModelConfig
 
 CHUNK = 64
 CONV_WIDTH = 4
-LOSS_LOGITS = 2**26  # how many logits the loss holds at once
+LOSS_LOGITS = {"torch": 2**26, "triton": 2**28}  # how many logits the loss holds at once
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 MIXER_FP32 = {"none": 98, "scalar": 115, "channel": 200}  # bytes a token and mixer channel the torch kernels keep in fp32, by decay
 PRECONDITIONER_FP32 = 32
@@ -98,17 +98,24 @@ def _block_others(model: ModelConfig) -> int:
 
 
 def memory_per_gpu(config: Config, world_size: int) -> dict[str, float]:
-    """Bytes a GPU needs, by what they are for; N = world_size, over which ZeRO shards."""
-    return {**_state_memory(config, world_size), **_activation_memory(config)}
+    """Bytes a GPU needs, by what they are for; N = world_size, over which ZeRO shards.
+
+    A backward pass frees activations as it makes gradients: of the two the larger counts.
+    """
+    states, activations = _state_memory(config, world_size), _activation_memory(config)
+    states["gradients"] = max(0.0, states["gradients"] - activations["activations"])
+    return {**states, **activations}
 
 
 def _state_memory(config: Config, world_size: int) -> dict[str, float]:
     """bf16: weights 2, gradients 2, their fp32 sum 4, masters 4, moments 8 bytes a parameter; fp32: 4, 4, none, 4 (ZeRO's copy), 8.
 
-    The stage from which each is divided by N: weights 3, gradients 2, sum 2, masters and moments 1.
+    The stage from which each is divided by N: weights 3, gradients 2, sum 2, masters and moments 1. Stage 1 in bf16 reduces the sums where
+    they are (`stage1`); elsewhere DeepSpeed fills a bucket.
     """
     bf16, stage = config.train.precision == "bf16", config.parallel.zero
     count = parameters(config.model)
+    buckets = world_size > 1 and not (bf16 and stage == 1)
 
     def shared_from(first: int, size: int) -> float:
         return count * size / (world_size if stage >= first else 1)
@@ -119,33 +126,66 @@ def _state_memory(config: Config, world_size: int) -> dict[str, float]:
         "gradient sums": shared_from(2, 4 if bf16 else 0),
         "masters": shared_from(1, 4 if stage else 0),
         "moments": shared_from(1, 8),
-        "communication buffers": 4.0 * min(count, REDUCE_BUCKET) if world_size > 1 else 0.0,
+        "communication buffers": 4.0 * min(count, REDUCE_BUCKET) if buckets else 0.0,
     }
 
 
 def _activation_memory(config: Config) -> dict[str, float]:
     """With T tokens a micro-batch on a GPU, e bytes a number, h hidden, w mixer width, m MLP width, per layer and token:
 
-    none         2 (8 + e) h + 4 e m + (8 e + MIXER_FP32 + PRECONDITIONER_FP32 where there is one) w
+    none         `_triton_block`, or with the torch kernels 2 (8 + e) h + 4 e m + (8 e + MIXER_FP32 + PRECONDITIONER_FP32 if there is one) w
     block        e h, and one block's "none" while it is run again
-    selective    e h + e (outputs of the Linear layers), and one block's "none"
+    selective    e h + e (outputs of the Linear layers), with the Triton kernels what the recurrence made, and one block's "none"
 
-    The loss holds LOSS_LOGITS logits in e + 4 bytes, and the gradients of the head's matrix (4 + e) and of the hidden states (e).
+    The loss holds LOSS_LOGITS logits in e bytes (torch: e + 4), the sum of the head's gradient in fp32 and one term of it, and of the
+    hidden states the last ones, the normed ones and their gradient.
     """
     model, e = config.model, 2 if config.train.precision == "bf16" else 4
     tokens = config.train.micro_batch * config.data.seq_len // config.parallel.sequence
-    hidden, width = model.hidden_size, _width(model)
-    fp32 = MIXER_FP32[model.mixer.decay] + PRECONDITIONER_FP32 * model.preconditioned
-    whole = 2 * (8 + e) * hidden + 4 * e * model.mlp_size + (8 * e + fp32) * width
-    up = 2 * width if model.mixer.decay == "channel" else 0
-    products = e * (3 * width + _gate_columns(model) + up + 2 * hidden + 2 * model.mlp_size)
-    kept = {"none": whole, "block": e * hidden, "selective": e * hidden + products}[config.train.activation_checkpoint]
-    again = 0 if config.train.activation_checkpoint == "none" else whole
-    logits = min(LOSS_LOGITS, tokens * model.vocab_size)
+    hidden, mode = model.hidden_size, config.train.activation_checkpoint
+    whole = _triton_block(model, e) if model.kernel == "triton" else _torch_block(model, e)
+    kept = {"none": whole, "block": e * hidden, "selective": e * hidden + _products(model, e)}[mode]
+    if mode == "selective" and model.kernel == "triton":
+        # o and what the stages made; the final states, which nothing reads, too
+        kept += e * _width(model) + _triton_stages(model, e) + 4 * _width(model) * model.head_dim / config.data.seq_len
+    again = 0 if mode == "none" else whole
+    logits = min(LOSS_LOGITS[model.kernel], tokens * model.vocab_size)
+    each = e if model.kernel == "triton" else e + 4
     return {
         "activations": float(tokens * (model.num_layers * kept + again)),
-        "loss": float(logits * (e + 4) + model.vocab_size * hidden * (4 + e) + tokens * hidden * e),
+        "loss": float(logits * each + model.vocab_size * hidden * (4 + e) + 3 * tokens * hidden * e),
     }
+
+
+def _products(model: ModelConfig, e: int) -> int:
+    """The outputs of a block's Linear layers, bytes a token."""
+    up = 2 * _width(model) if model.mixer.decay == "channel" else 0
+    return e * (3 * _width(model) + _gate_columns(model) + up + 2 * model.hidden_size + 2 * model.mlp_size)
+
+
+def _torch_block(model: ModelConfig, e: int) -> int:
+    fp32 = MIXER_FP32[model.mixer.decay] + PRECONDITIONER_FP32 * model.preconditioned
+    return 2 * (8 + e) * model.hidden_size + 4 * e * model.mlp_size + (8 * e + fp32) * _width(model)
+
+
+def _triton_block(model: ModelConfig, e: int) -> float:
+    """Bytes a token: the stream and its norm, twice; the MLP's two halves and their product; the mixer's inputs in one product; q, k, v, o
+    and o normed; with a decay a channel its product, itself and the output gate's; the gates of a head in fp32; the stages' own."""
+    width, channel, heads = _width(model), model.mixer.decay == "channel", model.num_heads
+    numbers = 4 * model.hidden_size + 3 * model.mlp_size + 3 * width + _gate_columns(model) + (5 + 3 * channel) * width
+    gates = 1 + (model.mixer.decay == "scalar") + 2 * model.preconditioned
+    return e * numbers + 4 * gates * heads + _triton_stages(model, e)
+
+
+def _triton_stages(model: ModelConfig, e: int) -> float:
+    """What the recurrence makes for its backward pass, bytes a token (`kernels.chunk_triton`): T and QW, write keys, with a decay a channel
+    three decayed keys, eight row numbers in fp32, and a chunk's start of the statistic and its decays. (In 16 bits heads of fewer than 64
+    channels are filled up, which is not counted.)"""
+    width, channel = _width(model), model.mixer.decay == "channel"
+    rows = CHUNK if e == 2 else 32 if model.head_dim <= 128 else 16
+    whole = {"none": 0, "scalar": model.num_heads, "channel": width}[model.mixer.decay]
+    chunk = 4 * (width * model.preconditioned + whole) / rows
+    return e * (2 * rows * model.num_heads + (model.preconditioned + 3 * channel) * width) + 32 * model.num_heads + chunk
 
 
 def report(config: Config, world_size: int) -> str:
@@ -166,8 +206,8 @@ def report(config: Config, world_size: int) -> str:
             f"batch     {train.micro_batch} sequences x {accumulation} micro-batches x {ranks} data-parallel ranks = {train.global_batch} "
             f"sequences x {length} tokens = {step:,} tokens a step{sequence}",
             f"run       {train.steps:,} steps = {train.steps * step / 1e9:.3f}B tokens = {train.steps * step * flops:.3g} FLOP",
-            f"memory    about {sum(memory.values()) / 1e9:.1f} GB a GPU of {world_size}, ZeRO-{config.parallel.zero}, {train.precision}, "
-            f"activation checkpointing {train.activation_checkpoint}",
+            f"memory    about {sum(memory.values()) / 1e9:.1f} GB ({sum(memory.values()) / 2**30:.1f} GiB) a GPU of {world_size}, "
+            f"ZeRO-{config.parallel.zero}, {train.precision}, kernel {model.kernel}, checkpointing {train.activation_checkpoint}",
             f"          GB: {parts}",
         ]
     )

@@ -1,18 +1,25 @@
 """Parameters and FLOPs against the model itself and against sums by hand; memory against what autograd really keeps."""
 
+import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.cross_entropy import CHUNK_LOGITS
 from kernels.recurrence import RECURRENCES
-from pdn_train import config, estimate
+from pdn_train import config, estimate, recompute
 from pdn_train.config import ConfigError, ModelConfig
 from pdn_train.model import CONV_WIDTH, LanguageModel
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels' own files are imported, by the first call
 
 SHAPES = [
     {"recurrence": name, "hidden_size": 40, "num_heads": 3, "head_dim": 16, "num_layers": 2, "vocab_size": 70} for name in RECURRENCES
@@ -75,15 +82,22 @@ def test_numbers_shared_with_model_and_loss():
     [(1, 2 + 2 + 4 + (4 + 8) / 4), (2, 2 + (2 + 4 + 4 + 8) / 4), (3, (2 + 2 + 4 + 4 + 8) / 4)],
 )
 def test_states_by_stage(zero, per_parameter):
-    memory = estimate.memory_per_gpu(build({}, parallel={"zero": zero}), 4)
-    states = sum(memory[name] for name in ("weights", "gradients", "gradient sums", "masters", "moments"))
+    """Of a step so short that its activations are less than the gradients, and the two together count as the latter."""
+    small = {"data": {"path": "d", "seq_len": 8}, "train": {"micro_batch": 1, "global_batch": 4, "activation_checkpoint": "block"}}
+    memory = estimate.memory_per_gpu(build({}, parallel={"zero": zero}, **small), 4)
+    assert 0 < memory["activations"] < memory["gradients"]
+    states = sum(memory[name] for name in ("weights", "gradients", "gradient sums", "masters", "moments", "activations"))
     assert states == pytest.approx(342_184_896 * per_parameter)
-    assert memory["communication buffers"] == 4 * 342_184_896
+    assert memory["communication buffers"] == (0 if zero == 1 else 4 * 342_184_896)
     assert estimate.memory_per_gpu(build({}), 1)["communication buffers"] == 0
 
 
+def test_gradients_take_the_place_of_activations():
+    assert estimate.memory_per_gpu(build({}), 4)["gradients"] == 0
+
+
 def kept_by_autograd(shape: dict, mode: str, dtype: torch.dtype, batch: int, length: int) -> int:
-    """Bytes of the tensors, weights apart, that a forward pass leaves for the backward."""
+    """Bytes of the tensors, weights apart, that a forward pass leaves for the backward, or that a checkpointed one keeps elsewhere."""
     model = LanguageModel(ModelConfig(**shape), mode)
     model.init_weights(0)
     model.to(dtype)
@@ -127,6 +141,57 @@ def test_checkpointing_keeps_what_the_formula_says():
     found = [kept_by_autograd({**shape, "num_layers": n}, "block", torch.bfloat16, 4, 64) for n in (1, 2)]
     assert growth("block") == 2 * 40 == (found[1] - found[0]) / (4 * 64)
     assert growth("selective") == 2 * 40 + 2 * (3 * 64 + 4 * 2 + 2 * 40 + 2 * 96)
+
+
+@pytest.fixture
+def idle_kernels(monkeypatch):
+    """The interpreter without its work: outputs hold nothing, and have their sizes."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if GPU:
+        pytest.skip("tensors are counted on the CPU")
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *arguments, **constants: None)
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", list(RECURRENCES))
+def test_triton_activations_are_what_autograd_keeps(name, dtype, size, idle_kernels):
+    """The growth from one layer to two; chunks are whole. Within 0.1 %: centres, and alignments, are not counted."""
+    shape = {"recurrence": name, "kernel": "triton"}
+    shape |= {"hidden_size": 40, "num_heads": 3, "head_dim": 64, "intermediate_size": 56, "vocab_size": 70}
+    found = [kept_by_autograd({**shape, "num_layers": n}, "none", dtype, 1, 512) for n in (1, 2)]
+    train = {"micro_batch": 1, "global_batch": 1, "precision": "bf16" if size == 2 else "fp32"}
+    data = {"path": "d", "seq_len": 512}
+    said = [estimate.memory_per_gpu(build({**shape, "num_layers": n}, data=data, train=train), 1)["activations"] for n in (1, 2)]
+    assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=1e-3)
+
+
+def test_triton_selective_keeps_products_and_stages(monkeypatch, idle_kernels):
+    """What the checkpoint's contexts hold, and the block's input."""
+    held = []
+
+    class Listed(list):
+        def __init__(self):
+            super().__init__()
+            held.append(self)
+
+    def contexts():
+        products, results = Listed(), Listed()
+        return recompute._Keep(products, results), recompute._HandBack(products, results)
+
+    monkeypatch.setattr(recompute, "_keep_products", contexts)
+    monkeypatch.setitem(recompute.RUN, "selective", partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    shape = {"recurrence": "pkda", "hidden_size": 40, "num_heads": 3, "head_dim": 64, "intermediate_size": 56, "vocab_size": 70}
+    model = LanguageModel(ModelConfig(kernel="triton", num_layers=1, **shape), "selective").bfloat16()
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    model(ids, ids)
+    tensors = held[0] + [x for results in held[1] for x in results if x is not None]
+    found = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    train = {"micro_batch": 2, "global_batch": 2, "activation_checkpoint": "selective"}
+    one, two = (
+        estimate.memory_per_gpu(build({**shape, "kernel": "triton", "num_layers": n}, data={"path": "d", "seq_len": 128}, train=train), 1)
+        for n in (1, 2)
+    )
+    assert two["activations"] - one["activations"] == pytest.approx(found + 2 * 128 * 40 * 2, rel=0.01)
 
 
 # ---- the report ----
