@@ -15,9 +15,9 @@ over longer spans, which would lose a strong decay's tiny gradient:
          + sum_{j < t} [first term of dw . w]_j                                              from row j to the next state
          + exp(G_C) <S, dS'>                                                                 from state to state
 
-With a decay a channel `kernels.gradients_channel` takes this one's place. Without a preconditioner w is khat, and dw is added to dkhat. With
-one, dw goes on to `kernels.statistic_backward`, which also does the key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k (k .
-rk dkhat), and q likewise.
+With a decay a channel `kernels.gradients_channel` takes this one's place. Without a preconditioner w is khat, and dw is added to dkhat.
+With one, dw goes on to `kernels.statistic_backward`, which also does the key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k
+(k . rk dkhat), and q likewise.
 
 One program a chunk and head, BLOCK key channels at a time: channels meet only in sums over them.
 

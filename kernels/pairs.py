@@ -14,7 +14,8 @@ values: o is linear in qhat, v - U in the reading khat and the next states in be
     qhat . dqhat = dO . O ;  khat . dkhat = beta dX . (2 U - V)                                 the latter without a preconditioner
 
 The last sum of dg is taken over the spans that hold t, as it stands: a difference of sums over longer spans would lose a strong decay's
-tiny gradient. e1 and e2 hold D1 and D2 with what the stored tiles lack of khat, qhat and w: rk_i or rq_i, and rk_j without a preconditioner.
+tiny gradient. e1 and e2 hold D1 and D2 with what the stored tiles lack of khat, qhat and w: rk_i or rq_i, and rk_j without a
+preconditioner.
 
 Cost, D = 128, 16 bit, a token and head: reads u, dx, do (with a scalar decay k, w and qw too), writes dv, e1, e2: 1.3 (1.9) KB.
 """
