@@ -57,8 +57,8 @@ BLOCK = tl.constexpr(16)
 
 @triton.jit
 def _solve_chunk(L, beta, scratch, token, count, H, head, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """N = (I + L diag(beta))^-1 L of a strictly lower triangular L [C, C], fp32; its products are made in DOT. scratch [N, H, C] in DOT, None
-    for fp32 inputs."""
+    """N = (I + L diag(beta))^-1 L of a strictly lower triangular L [C, C], fp32; its products are made in DOT. scratch [N, H, C] in DOT,
+    None for fp32 inputs."""
     B: tl.constexpr = C // BLOCK
     block, row = tl.arange(0, B), tl.arange(0, BLOCK)
     own = (block[:, None] == block[None, :])[:, None, :, None]
