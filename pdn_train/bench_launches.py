@@ -40,7 +40,7 @@ def launches(recorded: profile) -> tuple[list[Launch], Counter]:
     """Of a finished profile: what ran on the GPU, in order of its start, and how often the host called what makes it wait."""
     found, waits = [], Counter()
     for event in recorded.events():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             found.append(Launch(event.name, event.time_range.start, event.time_range.end))
         elif WAITS.search(event.name):
             waits[event.name] += 1
