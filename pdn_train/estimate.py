@@ -169,10 +169,10 @@ def _torch_block(model: ModelConfig, e: int) -> int:
 
 
 def _triton_block(model: ModelConfig, e: int) -> float:
-    """Bytes a token: the stream and its norm, twice; the MLP's two halves and their product; the mixer's inputs in one product; q, k, v, o
+    """Bytes a token: the stream and its norm, twice; the MLP's two halves; the mixer's inputs in one product; q, k, v, o
     and o normed; with a decay a channel its product, itself and the output gate's; the gates of a head in fp32; the stages' own."""
     width, channel, heads = _width(model), model.mixer.decay == "channel", model.num_heads
-    numbers = 4 * model.hidden_size + 3 * model.mlp_size + 3 * width + _gate_columns(model) + (5 + 3 * channel) * width
+    numbers = 4 * model.hidden_size + 2 * model.mlp_size + 3 * width + _gate_columns(model) + (5 + 3 * channel) * width
     gates = 1 + (model.mixer.decay == "scalar") + 2 * model.preconditioned
     return e * numbers + 4 * gates * heads + _triton_stages(model, e)
 

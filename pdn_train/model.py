@@ -33,7 +33,7 @@ from kernels.gates import GateColumns, GateParameters, HeadGates, channel_decay
 from kernels.maps import Relay
 from kernels.mixer_inputs import MixerInputs, mixer_inputs, mixer_inputs_step
 from kernels.norm import gated_rms_norm, residual_rms_norm, rms_norm
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu_linear
 from pdn_train import recompute
 from pdn_train.config import ModelConfig
 
@@ -214,17 +214,27 @@ class Mixer(nn.Module):
         return self.out_proj(self.norm(o, self.output_up(low).unflatten(-1, heads), self.output_bias.view(heads)).flatten(-2))
 
 
+class DownProjection(Linear):
+    """SwiGLU's middle and its last product; a module of its own, whose weight ZeRO-3 gathers for it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config.mlp_size, config.hidden_size)
+        self.kernel = config.kernel
+
+    def forward(self, gate_up: Tensor) -> Tensor:  # [..., 2 mlp_size] -> [..., hidden]
+        return swiglu_linear(gate_up, self.weight, self.kernel)
+
+
 class MLP(nn.Module):
     """SwiGLU: (SiLU(x W_gate) * (x W_up)) W_down, the first two in one product."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.mlp_size)
-        self.down_proj = Linear(config.mlp_size, config.hidden_size)
-        self.kernel = config.kernel
+        self.down_proj = DownProjection(config)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden] -> [..., hidden]
-        return self.down_proj(swiglu(self.gate_up_proj(x), self.kernel))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from kernels.gates import GateColumns, GateParameters, channel_decay, log_decay 
 from kernels.mixer_inputs import mixer_inputs, mixer_inputs_step  # noqa: E402
 from kernels.norm import gated_rms_norm, residual_rms_norm, rms_norm  # noqa: E402
 from kernels.sums import Sum, column_sums  # noqa: E402
-from kernels.swiglu import swiglu  # noqa: E402
+from kernels.swiglu import swiglu, swiglu_linear  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = 2e-6
@@ -229,6 +229,18 @@ def test_swiglu():
     assert_equal_to_torch(lambda b, x: swiglu(x, b), 3 * normal(3, 7, 2 * 300), place=poisoned)
 
 
+def test_swiglu_and_the_product_after_it():
+    assert_equal_to_torch(lambda b, x, w: swiglu_linear(x, w, b), 3 * normal(3, 7, 2 * 300), normal(5, 300), place=poisoned)
+
+
+def test_swiglu_and_its_product_have_the_bits_of_the_two_apart():
+    """So what is made again for the weight's gradient is what the forward pass had."""
+    inputs = (normal(9, 2 * 300), normal(5, 300))
+    apart = run(lambda b, x, w: swiglu(x, b) @ w.T, "triton", torch.float32, inputs, lambda x: x)
+    for x, y in zip(run(lambda b, x, w: swiglu_linear(x, w, b), "triton", torch.float32, inputs, lambda x: x), apart, strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -239,6 +251,7 @@ def test_swiglu():
         (lambda x: residual_rms_norm(x, x[:1, :1], torch.ones(24), 1e-6), ["x is", "[1, 1]"]),
         (lambda x: channel_decay(x[None, None], torch.ones(2), torch.zeros(1, 24)), ["A_log", "[1]", "[2]"]),
         (lambda x: swiglu(x[:, :23]), ["x", "[1, 23]"]),
+        (lambda x: swiglu_linear(x, torch.ones(5, 24)), ["weight", "[5, 24]", "[D, 12]"]),
     ],
 )
 def test_wrong_arguments(call, words):
