@@ -81,8 +81,8 @@ def _resources(compiled) -> dict:
 
 
 def _faults(ptx: str) -> dict:
-    """Two faults of the tools on Hopper (kernels/LOG.md). unfenced: products in whose sight shared memory was written without first the fence,
-    then a barrier, so that they can read a right operand before other warps' stores are seen. narrow: 16-bit products with right
+    """Two faults of the tools on Hopper (kernels/LOG.md). unfenced: products in whose sight shared memory was written without first the
+    fence, then a barrier, so that they can read a right operand before other warps' stores are seen. narrow: 16-bit products with right
     operands of fewer than 64 columns."""
     marks = re.findall(r"st\.shared|stmatrix|fence\.proxy\.async|bar\.sync|wgmma\.mma_async\.sync\.aligned\.m64n\d+k16", ptx)
     written, fenced, unfenced = False, False, 0
