@@ -178,6 +178,8 @@ def test_busy_time_and_gaps_by_hand():
     assert bench_launches.busy(LAUNCHES) == 10_000 + 5_000 + 1_000 + 1_000
     assert [length for length, *_ in bench_launches.gaps(LAUNCHES)] == [1_000, 4_000, 2_000]
     assert bench_launches.gaps(LAUNCHES)[1][1:] == ("ncclDevKernel_AllGather", LAUNCHES[3].name)
+    inside = [Launch("long", 0, 100), Launch("short, meanwhile", 10, 20), Launch("later", 110, 120)]
+    assert bench_launches.gaps(inside) == [(10, "long", "later")] and bench_launches.busy(inside) == 110
 
 
 def test_the_table_by_hand():
