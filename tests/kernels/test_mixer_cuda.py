@@ -8,7 +8,7 @@ from kernels.conv import short_conv, short_conv_step
 from kernels.gates import GateColumns, GateParameters, channel_decay
 from kernels.mixer_inputs import mixer_inputs
 from kernels.norm import gated_rms_norm, residual_rms_norm, rms_norm
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu, swiglu_linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # 16 bit: half a digit, once or twice
@@ -102,6 +102,7 @@ def test_stream(D, dtype):
     assert_right(lambda b, s, w: residual_rms_norm(s, None, w, 1e-6, b), [stream, weight], dtype)
     assert_right(lambda b, s, x, w: residual_rms_norm(s, x, w, 1e-6, b), [stream, x, weight], dtype)
     assert_right(lambda b, x: swiglu(x, b), [stream], dtype)
+    assert_right(lambda b, x, w: swiglu_linear(x, w, b), [stream, normal(40, D // 2)], dtype)
 
 
 def test_repeats_are_bit_equal():
