@@ -210,7 +210,7 @@ class ResumeConfig(Section):
 
 class ProfileConfig(Section):
     start: Count = 0
-    stop: Count = 0  # torch.profiler records steps start .. stop; equal: off
+    stop: Count = 0  # steps start .. stop - 1 are recorded: trace, parts, memory (`pdn_train.profiling`); equal: off
 
 
 class Config(Section):
@@ -269,7 +269,7 @@ class Config(Section):
             )
         if self.train.compile and self.parallel.sequence > 1:
             raise ValueError(
-                f"train.compile=true with parallel.sequence={self.parallel.sequence}: compiled blocks cannot hand states on; use one"
+                f"train.compile=true with parallel.sequence={self.parallel.sequence}: compiled blocks hand no states on; use one of them"
             )
         unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
         if unknown:

@@ -100,6 +100,12 @@ class Journal:
         said = "".join(f"  {task} {result['accuracy']:.3f}" for task, result in tasks.items())
         log.info("step %d  validation loss %.4f over %d tokens%s", progress.step, loss, targets, said)
 
+    def parts(self, progress: Progress, seconds: dict[str, float]) -> None:
+        """Write how long the parts of a profiled step took, in milliseconds."""
+        if self._writer is not None:
+            for name, value in seconds.items():
+                self._writer.add_scalar(f"profile/{name.replace(' ', '_')}_ms", 1e3 * value, progress.step)
+
     def health(self, progress: Progress, layers: list[Layer]) -> None:
         """Write what `pdn_train.health` measured, by number and layer."""
         if self._writer is None:

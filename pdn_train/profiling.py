@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from pdn_train.config import ProfileConfig
 from pdn_train.world import World
+
+if TYPE_CHECKING:
+    from pdn_train.engine import Engine
 
 
 class Moment:
@@ -58,25 +62,42 @@ class Parts:
 
 
 class Profiler:
-    """Records steps start <= step < stop (0-based); with start = stop it does nothing. Rank 0's trace goes to TensorBoard's folder."""
+    """Records steps start <= step < stop (0-based), on rank 0; with start = stop it does nothing.
+
+    TensorBoard's folder gets the trace of torch.profiler and, of a GPU, what was allocated when (for pytorch.org/memory_viz); the parts of
+    each of these steps are the caller's to write.
+    """
 
     def __init__(self, config: ProfileConfig, folder: Path, world: World):
-        self._config, self._folder = config, folder
+        self._config, self._device = config, world.device
+        self._trace = folder / f"steps_{config.start}_{config.stop}.pt.trace.json"
+        self._memory = folder / f"steps_{config.start}_{config.stop}.memory.pickle"
         self._wanted = world.leads and config.stop > config.start
         self._profiler: torch.profiler.profile | None = None
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def step(self, step: int, engine: Engine) -> Iterator[Parts | None]:
+        """Wraps one step of the engine; its parts, where it is recorded."""
         if self._wanted and step == self._config.start:
             self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
             self._profiler.start()
-        yield
+            if self._device.type == "cuda":
+                torch.cuda.memory._record_memory_history()
+        if self._profiler is None:
+            yield None
+            return
+        before, engine.begin = engine.begin, Parts(self._device)
+        yield engine.begin
+        engine.begin = before
         if step + 1 >= self._config.stop:
             self.close()
 
     def close(self) -> None:
-        """Write the trace of the steps so far, where one is being recorded."""
+        """Write the records of the steps so far, where there are any."""
         if self._profiler is not None:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._folder / f"steps_{self._config.start}_{self._config.stop}.pt.trace.json"))
+            self._profiler.export_chrome_trace(str(self._trace))
             self._profiler = None
+            if self._device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(self._memory))
+                torch.cuda.memory._record_memory_history(enabled=None)

@@ -106,10 +106,12 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
                     break
                 watchdog.beat("computing")
                 rate = learning_rate(progress.step, config.optim, config.train.steps)
-                with profiler.step(progress.step):
+                with profiler.step(progress.step, engine) as parts:
                     outcome = engine.step(batches, rate, targets)
                 progress = replace(progress, step=progress.step + 1, position=position, tokens=progress.tokens + tokens_per_step)
                 journal.add(progress, engine.rate, outcome)
+                if parts is not None:
+                    journal.parts(progress, parts.seconds())
                 if progress.step % config.log.every == 0:
                     own_time.report(config.log.every)
                 if config.log.health and progress.step % config.log.health == 0:

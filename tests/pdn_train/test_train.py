@@ -273,6 +273,8 @@ def test_what_is_allowed_to_change_does_change(whole, write):
         finish(start_one(config, "train.steps=17", change, f"resume.allow=[{change.split('=')[0]}]", "profile.start=14", "profile.stop=16"))
         ends[name] = [e["loss"] for e in metrics(config)[14:]]
         assert list((run_dir(config) / "tb").glob("*.trace.json"))
+        parts = EventAccumulator(str(run_dir(config) / "tb")).Reload().Scalars("profile/backward_ms")
+        assert [e.step for e in parts] == [15, 16] and all(0 < e.value < 1e5 for e in parts)
     assert ends["decay"][0] == pytest.approx(ends["same"][0], rel=1e-4) and abs(ends["decay"][2] - ends["same"][2]) > 1e-3
     assert ends["groups"] == pytest.approx(ends["same"], rel=1e-3)
 
