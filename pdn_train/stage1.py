@@ -2,8 +2,8 @@
 
 A step of DeepSpeed 0.19.8's BF16_Optimizer casts and adds each parameter's gradient to its fp32 sum by itself, copies all sums to one
 place, all-reduces and scales them there and copies them back (also on a single rank), takes a norm of each, reads it on the host, and
-sets all sums to zero twice: four launches a parameter tensor (1,256 at 24
-layers) and 54 bytes a number, counted in its source. Here, with the same numbers:
+sets all sums to zero twice: four launches a parameter tensor (1,256 at 24 layers) and 54 bytes a number, counted in its source. Here, with
+the same numbers:
 
     first micro-batch      sums = gradients                              6 B a parameter
     later ones             sums += gradients                             10 B, a launch each
