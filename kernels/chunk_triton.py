@@ -18,7 +18,7 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
 
     statistic.forward(x, layout, a_0)                         -> a_start [M, H, K] fp32, a [S, H, K] fp32
     solve.forward(x, layout, a_start)                         -> Solved: -N, QW, write keys, row scalars, decayed keys
-    scan.forward(x, solved, layout, spans, s_0)               -> o [N, H, V] x, s [S, H, K, V] fp32
+    scan.forward(x, solved, spans, s_0)                       -> o [N, H, V] x, s [S, H, K, V] fp32
     -- backward --
     scan.states(x, solved, layout, spans, s_0)                -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
     scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh [M, H, V, K] x, dx [N, H, V] x, ds_0 [S, H, K, V] fp32
@@ -153,7 +153,7 @@ def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a
     if relay is not None:
         s_0, passed_s = maps_triton.state_arriving(relay, x, solved, table, maps, made)
     starts, s = pieces.chain(x, table, maps, made, s_0) if table.cut else (s_0, None)
-    o, last = scan.forward(x, solved, table, table.spans, starts)
+    o, last = scan.forward(x, solved, table.spans, starts)
     return o, last if s is None else s, a, starts, maps, a_start, passed_a, passed_s, *solved.tensors
 
 

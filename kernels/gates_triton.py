@@ -231,7 +231,7 @@ class _ChannelDecay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, A_log, dt_bias):  # [N, H, K] contiguous, [H], [H, K]
         N, H, K = x.shape
-        decay = torch.empty_like(x, dtype=x.dtype)
+        decay = torch.empty_like(x)
         BK = power_of_2(K)
         key = (x.dtype, A_log.dtype, dt_bias.dtype)
         launch(_channel_decay, H * cdiv(N, TOKENS), key, x, A_log, dt_bias, decay, N, H=H, K=K, BK=BK, BT=TOKENS, num_warps=4)

@@ -22,7 +22,7 @@ dg. The norms (dk = rk dkhat - rk^2 k (khat . dkhat), and q) need sums over chan
 
 Cost, D = 128, 16 bit, a token and head, a decay in fp32: the query 256 B each of q, w, do, g 512 B, e2 128 B, h and dh 1,024 B, and writes
 768 B; the key without dh 512 B less, and dg once more; the write q, k, w, u 1,024 B, g 512 B, e1, e2 256 B, dh 512 B, dg twice, dk or dw:
-9 KB.
+10 KB.
 
 Right operands have 64 columns or more in 16 bit: with 32 or 16 the ptxas that Triton 3.6 brings makes products that read outside of shared
 memory (13.0 does not, nor Triton 3.7.1).
@@ -144,7 +144,7 @@ def _far_read(
     grad, grad_g, X, W, g, e, table, turned, number, token, count, H, head,
     C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs of a level of whole blocks to what `_near_reads` made for one reader X, a query or a key."""
+    """Adds the pairs of a level of whole blocks to what `_near_read` made for one reader X, a query or a key."""
     half = 1 << number
     F = far_decays(g, table, number, C, PRECISION)
     E = load_tile(e, token, count, H * C, head, 0, C, C, C)
@@ -292,11 +292,11 @@ def backward(
         "num_warps": choice.warps, "num_stages": choice.stages, "maxnreg": choice.registers,
     }  # fmt: skip
     programs = M * H * cdiv(K, block)
-    for query, key, d, e, along, made in ((True, x.q, do, pairs.e2, pairs.along_q, dq), (False, x.k, dx, pairs.e1, None, dk)):
+    for query, reader, d, e, along, out in ((True, x.q, do, pairs.e2, pairs.along_q, dq), (False, x.k, dx, pairs.e1, None, dk)):
         launch(
             _reads, programs, x.key,
-            key, w, x.decay, solved.rows, solved.whole, h, dh, d, e, along, *tables, made, dg,
-            layout.chunks, H, key.stride(0), w_stride, x.decay_stride, x.scale, **sizes, QUERY=query, **constants,
+            reader, w, x.decay, solved.rows, solved.whole, h, dh, d, e, along, *tables, out, dg,
+            layout.chunks, H, reader.stride(0), w_stride, x.decay_stride, x.scale, **sizes, QUERY=query, **constants,
         )  # fmt: skip
     launch(
         _writes, programs, x.key,

@@ -1,7 +1,7 @@
 """Where the chunks lie: the tables and the inputs that all Triton stages share.
 
 Tokens are flattened: token n of the call is row b * T + t. A chunk is up to C consecutive tokens of one sequence (`chunk_rows`); the last
-one of a sequence may be shorter. Equal and packed sequences take the same road: two int32 tables on the device,
+one of a sequence may be shorter. Equal and packed sequences take the same road: int32 tables on the device,
 
     chunks [M, 2]       first token, rows (1 .. C)
     sequences [S, 4]    first chunk, number of chunks, first token, number of tokens; all zero long where a sequence is empty

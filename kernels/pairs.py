@@ -1,7 +1,7 @@
 """What flows between the rows of a chunk in the backward pass: the gradients of its two matrices of products, for all chunks at once.
 
 In: u, the corrected errors U (R = beta U are the values written); dx, dX; dO. Per head, with the span exp(G_i - G_j) of a scalar decay
-(1 without one; a decay a channel stays with the keys, `kernels.gradients`):
+(1 without one; a decay a channel stays with the keys, `kernels.gradients_channel`):
 
     D1_ij = -beta_i beta_j (dX_i . U_j) span_ij,  i > j                 the gradient of khat_i . w_j
     D2_ij = scale beta_j (dO_i . U_j) span_ij,  i >= j                  the gradient of qhat_i . w_j
@@ -17,7 +17,8 @@ The last sum of dg is taken over the spans that hold t, as it stands: a differen
 tiny gradient. e1 and e2 hold D1 and D2 with what the stored tiles lack of khat, qhat and w: rk_i or rq_i, and rk_j without a
 preconditioner.
 
-Cost, D = 128, 16 bit, a token and head: reads u, dx, do (with a scalar decay k, w and qw too), writes dv, e1, e2: 1.3 (1.9) KB.
+Cost, D = 128, 16 bit, a token and head: reads u, dx, do, writes dv, e1, e2, 1.3 KB; with a scalar decay it reads k, w
+and qw too, 1.9 KB, with a decay a channel o, without a preconditioner also v, 1.5 to 1.8 KB.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Pairs:
     v: Tensor  # [N, H, V] dv
     beta: Tensor  # [N, H] dbeta in beta's dtype
     decay: Tensor | None  # [N, H] fp32: a scalar decay's gradient from the spans inside the chunk
-    along_q: Tensor | None  # [N, H] fp32, with a decay a channel: qhat . dqhat
-    along_k: Tensor | None  # and khat . dkhat, without a preconditioner
+    along_q: Tensor | None  # [>= N * H] fp32, with a decay a channel: qhat . dqhat
+    along_k: Tensor | None  # and khat . dkhat, which is written without a preconditioner only
 
 
 @triton.jit

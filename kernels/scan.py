@@ -132,7 +132,7 @@ def _scan(
         state_tiles(s, n, 1, H, head, K, V, BK, BV).store([0, 0, column], tl.trans(S)[None])
 
 
-def forward(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:
     """o [N, H, V] in v's dtype and the final states [S, H, K, V] fp32 of the spans [S, 4]."""
     (_, H, K), V = x.k.shape, x.v.shape[-1]
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)

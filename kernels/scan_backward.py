@@ -10,8 +10,8 @@ to the input dtype in the products) and dO that of the output; QW and N are `ker
 (dX is (I + L)^-T dR.) One program a span, head and block of value channels, which do not interact. It stores dS' of each chunk and dX,
 from which `kernels.gradients` makes every gradient for all chunks at once.
 
-The left operand of a product is here always a tile from memory, at most transposed as it is loaded: Triton before 3.7.1 can go wrong on
-Hopper where it is the transpose of a product.
+Everything is held transposed, as in `kernels.scan`: the left operand of a product is an accumulator as it stands, or a tile of dO. None is
+the transpose of a product, with which Triton before 3.7.1 can go wrong on Hopper.
 
 Cost, D = 128, 16 bit, a token and head: reads q, k, t, qw, do (and w), writes dh 512 B and dx 256 B, 1.8 (2.1) KB.
 """

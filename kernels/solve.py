@@ -5,18 +5,19 @@
     L_ij = (khat_i . w_j) exp(G_i - G_j), i > j ;  N = (I + L B)^-1 L, B = diag(beta) ;  QW_ij = scale (qhat_i . w_j) exp(G_i - G_j), i >= j
 
 with M_p the decayed mask of the statistic, P its cumulative log decay; of A's terms only the product with the strict mask is rounded, to
-bf16 where the inputs have 16 bits. First the inverse D of the
-four 16 x 16 diagonal blocks of I + L B, by forward substitution. Then Y = D L, and with E the part of Y B outside the diagonal blocks,
-which is nilpotent (E^4 = 0 with four blocks),
+bf16 where the inputs have 16 bits. First the inverse D of the four 16 x 16 diagonal blocks of I + L B, from blocks of 2 to 4, 8, 16. Then
+Y = D L, and with E the part of Y B outside the diagonal blocks, which is nilpotent (E^4 = 0 with four blocks),
 
     I + L B = D^-1 (I + E) ;  N = (I + E)^-1 Y = (I - E) (I + E^2) Y
 
-all in fp32 (the products in TF32 for 16-bit inputs, 3xTF32 for fp32). Powers of L B itself would lose everything for keys that are alike;
-blocks of 16 do not. Stored in the input dtype, N negated: what reads it adds a product to an accumulator.
+summed in fp32, from operands in 3xTF32 for fp32 inputs, for 16-bit ones in fp16 (as many digits as TF32 and half the bytes) or, where q and
+k are not normalised and L may be past fp16's range, in TF32. Powers of L B itself would lose everything for keys that are alike; blocks of
+16 do not. Stored in the input dtype, N negated: what reads it adds a product to an accumulator.
 
 A decay a channel has `kernels.solve_channel` instead.
 
-Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 32 B and with a preconditioner w 256 B a token and head.
+Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 32 B and with a preconditioner w 256 B a token and
+head; t is written and read before as scratch, mostly in the cache.
 """
 
 from __future__ import annotations

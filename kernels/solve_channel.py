@@ -9,8 +9,8 @@ over the channels, so that it holds nothing of the others: k, q and g are read f
 
 Blocks have 64 channels in 16 bit, whatever K is: right operands with fewer columns go wrong (`kernels.gradients_channel`).
 
-Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B, writes t and qw 256 B, kr, qr and wd 768 B, rows 32 B, `whole` 8 B
-and with a preconditioner w 256 B.
+Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B, writes t and qw 256 B, kr, qr and wd 768 B, three kinds of rows
+12 B, `whole` 8 B and with a preconditioner w 256 B.
 """
 
 from __future__ import annotations

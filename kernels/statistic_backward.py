@@ -7,7 +7,8 @@
 
 P is the chunk's inclusive cumulative log decay. Three launches. `_inside` does what stays inside a chunk, with dA summed over the chunk's
 own rows, and makes start = exp(P_0) dA_0, the gradient they give to the statistic the chunk meets. `_chain` carries it from the last
-chunk, where D is the gradient of the final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c. `_finish` adds what D_c gives,
+chunk, where D is the gradient of the final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c (twice where a later piece of the
+sequences gives a part of it, `kernels.maps`). `_finish` adds what D_c gives,
 
     dkhat_t += 2 c_t exp(P_C - P_t) khat_t D ;  kappa_t = sum khat_t^2 D ;  dc_t += exp(P_C - P_t) kappa_t
     dp_t    += exp(P_C) a_start . D + sum_{j < t} exp(P_C - P_j) c_j kappa_j

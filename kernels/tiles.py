@@ -60,8 +60,8 @@ def store_tile(x, tile, token, count, stride, head, first, D: tl.constexpr, BD: 
 
 @triton.jit
 def through_memory(scratch, tile, token, count, H, head, C: tl.constexpr):
-    """tile [C, C] of a chunk and head, zero past its rows, stored to scratch [N, H, C] in its dtype and loaded again. A left operand of a
-    product on Hopper must come from a load (`kernels.levels.sums` says why)."""
+    """tile [C, C] of a chunk and head, zero past its rows, stored to scratch [N, H, C] in its dtype and loaded again. On Hopper a left
+    operand that no product made must come from a load where threads have just written the right one (`kernels.levels.sums` says why)."""
     tl.debug_barrier()  # scratch may still be read
     store_tile(scratch, tile, token, count, H * C, head, 0, C, C, C)
     tl.debug_barrier()  # the threads read each other's stores
