@@ -25,7 +25,7 @@ from pdn_train.config import CheckpointConfig, Config
 from pdn_train.files import sync_folder, write_whole
 from pdn_train.world import World
 
-VERSION = 1
+VERSION = 2  # 1: before Mixer.in_proj; q, k, v and the gates had a matrix each
 SHAPES = tuple(
     f"model.{key}" for key in ("recurrence", "hidden_size", "num_layers", "num_heads", "head_dim", "intermediate_size", "vocab_size")
 )
@@ -282,7 +282,10 @@ def _read_state(folder: Path, published: bool = True) -> tuple[dict | None, str 
             return None, "COMPLETE does not match state.json"
         state = json.loads(text)
         if state.get("version") != VERSION:
-            return None, f"state.json is of version {state.get('version')}, this code reads {VERSION}"
+            return None, (
+                f"state.json is of version {state.get('version')}, this code reads {VERSION}: go on with the code that wrote it, "
+                "a copy of which is code/ in its run folder"
+            )
         return state, None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdn_train import config
-from pdn_train.checkpoint import folder_name
+from pdn_train.checkpoint import VERSION, folder_name
 from pdn_train.config import ModelConfig
 from pdn_train.model import LanguageModel
 
@@ -46,7 +46,7 @@ def make_run():
         file = checkpoint / "mp_rank_00_model_states.pt"
         torch.save({"module": model.state_dict() if stored is None else stored}, file)
         entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        text = json.dumps({"version": 1, "config": settings.model_dump(mode="json"), "files": {file.name: entry}})
+        text = json.dumps({"version": VERSION, "config": settings.model_dump(mode="json"), "files": {file.name: entry}})
         (checkpoint / "state.json").write_text(text)
         (checkpoint / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
         (folder / "config.yaml").write_text(config.dump(settings))

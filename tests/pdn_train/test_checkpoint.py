@@ -126,6 +126,15 @@ def test_none_whole_is_an_error_not_a_fresh_start(root):
         newest(root)
 
 
+def test_one_of_another_version_is_refused_with_the_way_out(root, monkeypatch):
+    """Its weights have other names: nothing of it may be loaded."""
+    monkeypatch.setattr(checkpoint, "VERSION", 1)
+    checkpoints = save(root, 10)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="version 1, this code reads 2: go on with the code that wrote it"):
+        checkpoints.newest()
+
+
 def test_the_newest_are_kept_and_the_milestones(root):
     save(root, 1000, 2000, 2500, 3000, 3500, 4000, keep=2, keep_every=2000)
     assert names(root) == [folder_name(s) for s in (2000, 3000, 3500, 4000)]
