@@ -12,7 +12,7 @@ checkpointing, states recomputed by a kernel) is not counted. The six recurrence
 
 Memory is an estimate for a launch decision: what is listed in `memory_per_gpu`, without the CUDA context, fragmentation and temporaries of
 single operators (together 1 to 5 GB). What a block keeps was counted from autograd's saved tensors (November 2026): with the Triton
-kernels tensor by tensor (`_triton_mixer`), with the torch ones, which keep their intermediate tensors in fp32, as a sum a channel.
+kernels tensor by tensor (`_triton_block`), with the torch ones, which keep their intermediate tensors in fp32, as a sum a channel.
 """
 
 from __future__ import annotations

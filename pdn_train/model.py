@@ -112,10 +112,9 @@ class Mixer(nn.Module):
 
     W_qkv, W_b, W_a, W_down and so on are one matrix, `in_proj`, whose columns `input_columns` names in order: one product reads x for
     all, and x gets one gradient.
-    Gates are computed in fp32 (fp64 in an fp64 model); only the channel decay of the Triton kernels is stored in 16 bits, what that costs
-    is said in `kernels.gates`. Their
-    parameters (A_log, dt_bias, center and the preconditioner's) are weights like any other: in a bf16 model they are bf16, rounded from
-    the optimizer's fp32 masters, and the gates are computed in fp32 from the rounded values.
+    Gates are computed in fp32 (fp64 in an fp64 model); only the channel decay of the Triton kernels is stored in 16 bits (`kernels.gates`
+    says at what cost). Their parameters (A_log, dt_bias, center and the preconditioner's) are weights like any other: in a bf16 model
+    they are bf16, rounded from the optimizer's fp32 masters, and the gates are computed in fp32 from the rounded values.
     """
 
     def __init__(self, config: ModelConfig):

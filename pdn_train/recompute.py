@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import kept as kernel_results
 
-_PRODUCT = ops.aten.mm.default  # what a Linear runs
+_PRODUCT = ops.aten.mm.default  # what a Linear runs, and `kernels.swiglu.swiglu_linear`
 
 
 def _plainly(module: nn.Module, *inputs: object) -> Tensor:

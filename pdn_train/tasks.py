@@ -79,7 +79,7 @@ class Subject:
 
 
 def perplexity(subject: Subject, options: Options) -> dict:
-    """Task ppl; keys as in the module docstring, and samples, tokens (the targets) and data (the folder)."""
+    """Task ppl; keys as in `pdn_train.evaluate`, and samples, tokens (the targets) and data (the folder)."""
     settings = subject.settings
     folder = _shards(subject, options)
     where = "config.json, under pdn_train" if (Path(subject.name) / "config.json").exists() else "config.yaml"

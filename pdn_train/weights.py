@@ -2,8 +2,8 @@
 
 A path names a run folder (its newest whole checkpoint), a checkpoint folder or an export (`pdn_train.export`) of either format, also one
 that flash-linear-attention wrote (`pdn_train.interchange`). A checkpoint's files are read against their checksums before anything is
-taken from them. A tied head stands under both its names, `embedding.weight` and
-`head.weight`, so that whoever reads the weights need not know of the tie.
+taken from them. A tied head stands under both its names, `embedding.weight` and `head.weight`, so that whoever reads the weights need not
+know of the tie.
 
 Costs one copy of the model in host memory, two while a checkpoint's ZeRO files are joined, and a read of the whole checkpoint first.
 """
