@@ -108,7 +108,8 @@ class Call:
     """What of a call is no tensor."""
 
     def __init__(self, table: Layout, scale: float, normalize: bool, log_bound: float, eps: float, relay: Relay | None):
-        self.table, self.scale, self.normalize, self.log_bound, self.eps, self.relay = table, scale, normalize, log_bound, eps, relay
+        self.table, self.normalize, self.log_bound, self.relay = table, normalize, log_bound, relay
+        self.scale, self.eps = float(scale), float(eps)  # Triton compiles an int in, which no key of a launch holds
 
     def inputs(self, q, k, v, beta, decay, forget, gain, center) -> Inputs:
         return Inputs(q, k, v, beta, decay, forget, gain, center, self.log_bound, self.eps, self.scale, self.normalize)

@@ -84,10 +84,11 @@ def step(
     a = None if precond is None else aligned(state.a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     kind = "none" if decay is None else "channel" if decay.dim() == q.dim() else "scalar"
-    log_bound, eps = (0.0, 1.0) if precond is None else (math.log(precond.bound), precond.eps)
+    log_bound, eps = (0.0, 1.0) if precond is None else (math.log(precond.bound), float(precond.eps))
+    scale = K**-0.5 if scale is None else float(scale)  # Triton compiles an int in, which the key does not hold
     key = (q.dtype, v.dtype, K, V, H, normalize_qk, *(None if x is None else x.dtype for x in gates))
     launch(
-        _step, B * H, key, s, a, aligned(q), aligned(k), aligned(v), *gates, o, H, K**-0.5 if scale is None else scale, log_bound, eps,
+        _step, B * H, key, s, a, aligned(q), aligned(k), aligned(v), *gates, o, H, scale, log_bound, eps,
         K=K, V=V, BK=power_of_2(K), BV=min(BLOCK, power_of_2(V)),
         DECAY=kind, PRECONDITION=precond is not None, NORMALIZE=normalize_qk, num_warps=4,
     )  # fmt: skip

@@ -4,8 +4,9 @@ Triton's own launcher classifies every argument at every call (type, divisibilit
 by the result: tens of microseconds, which bound the op at small shapes. Here the caller names what that result depends on, `key`; the
 compiled kernel is looked up by it, and Triton's launcher runs only for a new one.
 
-A key must hold all that distinguishes the compiled variants but the kernel's constants: dtypes, which tensors are None, integers. Every
-tensor must start at a multiple of 16 bytes. In the interpreter there is nothing to look up.
+A key must hold all that distinguishes the compiled variants but the kernel's constants: dtypes, which tensors are None, integers. The
+device is that of the first argument, a tensor. Every tensor must start at a multiple of 16 bytes. In the interpreter there is nothing to
+look up.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num
     """kernel[(programs,)](*arguments, **constants): arguments in order, then the kernel's constants by name, in its order."""
     if programs == 0:
         return
-    place = (kernel, key, num_warps, num_stages, maxnreg, *constants.values())
+    place = (kernel, key, arguments[0].device, num_warps, num_stages, maxnreg, *constants.values())
     found = _compiled.get(place)
     if found is not None:
         # an address costs less than a tensor, whose address Triton asks the driver about

@@ -73,7 +73,7 @@ class Inputs:
         gates = (None if x is None else x.dtype for x in (self.beta, self.decay, self.forget, self.gain))
         strides = (x.stride(0) for x in (self.q, self.k, self.v))
         sizes = *self.q.shape[1:], self.v.shape[-1]
-        return self.q.dtype, self.q.device, *gates, *sizes, *strides, self.decay_kind, self.decay_stride, self.normalize
+        return self.q.dtype, *gates, *sizes, *strides, self.decay_kind, self.decay_stride, self.normalize
 
     @property
     def decay_kind(self) -> Literal["none", "scalar", "channel"]:

@@ -149,7 +149,7 @@ class _MixerInputs(torch.autograd.Function):
 
 def _key(*given: Tensor | None) -> tuple:
     x = given[0]
-    return x.device, x.shape[1], x.stride(0), *(None if one is None else one.dtype for one in given)
+    return x.shape[1], x.stride(0), *(None if one is None else one.dtype for one in given)
 
 
 def _three(parts) -> tuple:

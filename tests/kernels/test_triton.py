@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from kernels import decode, layout  # noqa: E402
 from kernels.chunk import Preconditioner, State  # noqa: E402
+from kernels.chunk_triton import Call  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = 1e-5
@@ -183,3 +184,9 @@ def test_tables_of_equal_lengths_are_made_once():
     assert layout.layout(2, 70, None, 64, 2, torch.device("cpu")) is first
     assert first.chunks.tolist() == [[0, 64], [64, 6], [70, 64], [134, 6]]
     assert first.sequences.tolist() == [[0, 2, 0, 70], [2, 2, 70, 70]] and first.longest == 2
+
+
+def test_whole_numbers_reach_the_kernels_as_floats():
+    """Triton compiles an int argument in, and the next call, with another scale, would find that kernel."""
+    call = Call(None, 1, True, 0.0, 1, None)
+    assert isinstance(call.scale, float) and isinstance(call.eps, float)
