@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernel", choices=("torch", "triton"), help="what to run the recurrence on (default: the model's own)")
-    parser.add_argument("--lengths", default="", metavar="L,L", help="tokens of mqar's examples and niah's prompts (default: see Options)")
+    parser.add_argument("--lengths", default="", metavar="L,L", help="tokens; default: the run's seq_len (mqar), 512 to 8192 (niah)")
     parser.add_argument("--pairs", type=int, metavar="N", help="of mqar (default: the run's data.mqar_pairs, or 64)")
     parser.add_argument("--prose", metavar="FILE", help="the text of niah_2 and niah_3 (default: that of the shards)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of niah's prompts")
