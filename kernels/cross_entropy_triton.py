@@ -58,7 +58,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignored: int, gradient: bool) 
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     columns = min(power_of_2(V), COLUMNS)
     launch(
-        _cross_entropy, N, logits.dtype, logits, aligned(labels), losses,
+        _cross_entropy, N, (logits.dtype, labels.dtype), logits, aligned(labels), losses,
         V=V, BV=columns, IGNORED=ignored, GRADIENT=gradient, num_warps=max(1, min(16, columns // 512)),
     )  # fmt: skip
     return losses
