@@ -23,6 +23,15 @@ TEXT = Path(__file__).parent / "texts" / "genesis.txt"  # a verse a line, an emp
 VERSES = 4  # a document
 
 
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What a test sets in os.environ (a job's ranks, its caches) does not reach the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
     """About 400 documents of four verses."""
