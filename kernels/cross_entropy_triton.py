@@ -36,7 +36,8 @@ def _cross_entropy(logits, labels, losses, V: tl.constexpr, BV: tl.constexpr, IG
             before, largest = largest, tl.maximum(largest, tl.max(z, 0))
             mass = mass * tl.exp(before - largest) + tl.sum(tl.exp(z - largest), 0)
         total = largest + tl.log(mass)
-        tl.store(losses + i, total - tl.load(row + y).to(tl.float32))
+        # a label outside the vocabulary makes the loss NaN: another row's logit would pass unseen
+        tl.store(losses + i, total - tl.load(row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32))
         if GRADIENT:
             tl.debug_barrier()  # the label's logit is read before it is overwritten
             for first in range(0, V, BV):

@@ -51,6 +51,13 @@ def test_loss_and_gradients(monkeypatch, vocab, columns):
     assert max(errors(*operands(22, 24, vocab), 1 / 7)) < 2e-6
 
 
+@pytest.mark.parametrize("label", [50, -1])
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(label):
+    hidden, weight, labels = operands(6, 24, 50)
+    labels[1] = label
+    assert summed_cross_entropy(hidden, weight, labels, "triton").isnan()
+
+
 def test_large_logits_do_not_overflow(monkeypatch):
     """Of 300 and more, the largest in the last block."""
     monkeypatch.setattr(cross_entropy_triton, "COLUMNS", 16)
