@@ -1,0 +1,30 @@
+"""Eight ranks of a node that compile one kernel at once into the job's cache, one of them hindered (triton-lang/triton#2688)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+WORKER = Path(__file__).parent / "compile_worker.py"
+
+
+def start(cache, *arguments):
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, WORKER, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ranks_that_compile_at_once(tmp_path):
+    """The hindered rank ends non-zero with its error, which ends the job (test_local.py); the others have the same binary, and so has a
+    rank that finds the cache as they left it."""
+    ranks = [start(tmp_path, *(["busy"] if rank == 3 else [])) for rank in range(8)]
+    ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+    _, said, code = ended.pop(3)
+    assert code != 0 and "Device or resource busy" in said
+    said, stderr, code = zip(*ended, strict=True)
+    assert set(code) == {0} and len(set(said)) == 1, stderr
+    last = start(tmp_path)
+    assert last.communicate(timeout=120)[0] == said[0] and last.returncode == 0
