@@ -5,6 +5,7 @@ SIGTERM and Ctrl-C reach the ranks, which write one checkpoint; the launcher the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from pdn_train.signals import REQUEUE, StopRequest
 
 POLL_SECONDS = 0.2
 LEAVING_SECONDS = 30.0  # that ranks have after the first fault; srun has its own way of ending them
+COMING_SECONDS = 30.0  # that ranks have to listen, before a signal reaches them all the same
+SHOWN_LINES = 20
 
 
 def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
@@ -33,7 +36,11 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) 
         print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
         attempt = run_dir.heartbeats / attempt_name(job.job_id, 0)
         follow(job, attempt, stop)
-        again, ending = settle(run_dir, launch, attempt, submission.folder.name, restart, exit_code(job))
+        spoken = bool(read_words(attempt))
+        code = exit_code(job) if spoken or stop.name is None else 128 + signal.SIGTERM
+        again, ending = settle(run_dir, launch, attempt, submission.folder.name, restart, code, stop.name)
+        if ending.how == "crashed" and not spoken and job.paths.stderr.exists():
+            print("\n".join(job.paths.stderr.read_text(errors="replace").splitlines()[-SHOWN_LINES:]), file=sys.stderr)
         if not again or stop.name is not None:
             return {"done": 0, "stopped": REQUEUE}.get(ending.how, 1)
         restart += 1
@@ -49,23 +56,32 @@ def start(executor: submitit.LocalExecutor, submission: Submission) -> submitit.
 
 
 def follow(job: submitit.LocalJob, attempt: Path, stop: StopRequest) -> None:
-    """Show rank 0's output until all ranks have ended; pass a signal on, once; end what does not end after a fault."""
-    shown, told, deadline = 0, False, None
+    """Show rank 0's output until all ranks have ended; pass a signal on, once; end what does not end after a fault.
+
+    A signal waits for ranks that do not listen yet: it would kill some, and the others would wait for those.
+    """
+    shown, told, deadline, patience = 0, False, None, time.monotonic() + COMING_SECONDS
     while True:
         ended = job.done()
         shown += show(job.paths.stdout, shown)
         if ended:
+            end_ranks(attempt)  # where submitit's controller was killed, they are still there
             return
-        if stop.name is not None and not told:
+        if stop.name is not None and not told and (len(read_words(attempt)) == job.num_tasks or time.monotonic() > patience):
             told = True
             job._process.send_signal(signal.SIGTERM)  # submitit's controller passes it on to the tasks
         if deadline is None and read_first(attempt) is not None:
             deadline = time.monotonic() + LEAVING_SECONDS
         if deadline is not None and time.monotonic() > deadline:
-            for word in read_words(attempt):
-                if word.alive:  # a stopped process, for instance
-                    os.kill(word.pid, signal.SIGKILL)
+            end_ranks(attempt)  # a stopped process, for instance
         time.sleep(POLL_SECONDS)
+
+
+def end_ranks(attempt: Path) -> None:
+    for word in read_words(attempt):
+        if word.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(word.pid, signal.SIGKILL)
 
 
 def show(file: Path, position: int) -> int:

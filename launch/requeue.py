@@ -82,10 +82,14 @@ def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[boo
     return True, "a crash, and not where the last one was: one more start"
 
 
-def settle(run_dir: RunDir, launch: LaunchConfig, folder: Path, job: str, restart: int, code: int) -> tuple[bool, Ending]:
-    """Decide, write the ending down, print the first fault and every rank's last step."""
+def settle(
+    run_dir: RunDir, launch: LaunchConfig, folder: Path, job: str, restart: int, code: int, told: str | None = None
+) -> tuple[bool, Ending]:
+    """Decide, write the ending down, print the first fault and every rank's last step. told: the signal by which a user stopped the job."""
     now = ending(folder, job, restart, code)
     again, why = decide([e for e in read_endings(run_dir) if e.job == job], now, launch)
+    if again and told is not None:
+        again, why = False, f"{told}; the same command goes on from there"
     try:
         with run_dir.endings.open("a") as file:
             file.write(json.dumps({**asdict(now), "again": again, "why": why}) + "\n")
@@ -105,12 +109,12 @@ def read_endings(run_dir: RunDir) -> list[Ending]:
     if not run_dir.endings.exists():
         return []
     found = []
-    for line in run_dir.endings.read_text().splitlines():
+    for line in run_dir.endings.read_text(errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:  # cut short by a kill or a full disk
+            found.append(Ending(**{key: entry[key] for key in Ending.__dataclass_fields__}))
+        except (ValueError, TypeError, KeyError):  # cut short by a kill or a full disk
             continue
-        found.append(Ending(**{key: entry[key] for key in Ending.__dataclass_fields__}))
     return found
 
 

@@ -66,11 +66,16 @@ class Submission:
 
 def submissions(run_dir: RunDir) -> list[Submission]:
     """In the order in which they were made."""
-    return [Submission(folder) for folder in sorted(run_dir.submissions.glob("[0-9]*"))]
+    found = [Submission(folder) for folder in _numbered(run_dir.submissions)]
+    return [submission for submission in found if submission.config_file.exists()]  # the newest may still be on its way
+
+
+def _numbered(root: Path) -> list[Path]:
+    return sorted((p for p in root.glob("[0-9]*") if p.name.isdecimal()), key=lambda p: int(p.name))
 
 
 def _next_folder(root: Path) -> Path:
-    number = max((int(p.name) for p in root.glob("[0-9]*")), default=0)
+    number = max((int(p.name) for p in _numbered(root)), default=0)
     while True:
         number += 1
         try:

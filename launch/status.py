@@ -127,18 +127,21 @@ def table(found: list[Status]) -> str:
 
 
 def _last_line(file: Path) -> dict:
-    lines = file.read_text().splitlines() if file.exists() else []
+    """The newest whole entry of metrics.jsonl."""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     for line in reversed(lines):
         try:
-            return json.loads(line)
-        except ValueError:  # being written just now
+            entry = json.loads(line)
+        except ValueError:  # being written just now, or cut short by a full disk
             continue
+        if isinstance(entry, dict) and {"step", "step_seconds"} <= entry.keys():
+            return entry
     return {}
 
 
 def _newest_checkpoint(root: Path) -> str | None:
     """By its mark; whether every file is what it was is checked when it is loaded."""
-    whole = [p.parent.name for p in root.glob("step_*/COMPLETE") if p.parent.name[5:].isdigit()]
+    whole = [p.parent.name for p in root.glob("step_*/COMPLETE") if p.parent.name[5:].isdecimal()]
     return max(whole, key=lambda name: int(name[5:]), default=None)
 
 
@@ -171,13 +174,15 @@ def _because(error: str | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch.status", description="How runs are doing.")
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR")
-    try:
-        found = [status(Path(run)) for run in parser.parse_args(argv).runs]
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(detail(found[0]) if len(found) == 1 else table(found))
-    return 0
+    runs, found = parser.parse_args(argv).runs, []
+    for run in runs:
+        try:
+            found.append(status(Path(run)))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+    if found:
+        print(detail(found[0]) if len(runs) == 1 else table(found))
+    return 0 if len(found) == len(runs) else 2
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import submitit
+from submitit.core.utils import FailedJobError
 
 from launch import local
 from launch.job import Job, visible_gpus
@@ -62,9 +63,12 @@ def read(file: str, settings: list[str]) -> Config:
 
 
 def require_folders_of_their_own(configs: list[Config]) -> None:
-    folders = [str(Path(config.run_dir).absolute()) for config in configs]
+    folders = [str(Path(config.run_dir).resolve()) for config in configs]
     if not folders:
         raise ConfigError("no configuration: name at least one file such as yaml/pgdn_340m.yaml")
+    named = next((folder for folder in folders if "%" in folder), None)
+    if named is not None:
+        raise ConfigError(f"run_dir={named}: SLURM and submitit replace % and what follows in the names of logs; choose a run_dir without")
     double = next((folder for folder in folders if folders.count(folder) > 1), None)
     if double is not None:
         raise ConfigError(f"run_dir={double} stands in two of the files: each run of a sweep needs a folder of its own")
@@ -78,7 +82,10 @@ def submit(config: Config, command: list[str]) -> int:
         return local.run(submission, lambda: local_executor(config, submission))
     if config.launch.cluster == "debug":
         return debug(submission)
-    job = slurm_executor(config, submission).submit(Job(str(submission.folder)))
+    try:
+        job = slurm_executor(config, submission).submit(Job(str(submission.folder)))
+    except FailedJobError as error:
+        raise ConfigError(f"sbatch refused the job of {config.run_dir}: {str(error).strip()}") from None
     print(f"job {job.job_id}   run_dir {config.run_dir}")
     print(f"    python -m launch.status {config.run_dir}")
     print(f"    tail -F {job.paths.stdout}")

@@ -53,7 +53,7 @@ def test_sigterm_to_the_launcher_then_the_same_command(make_whole_run, uninterru
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     said = finish(process, 75)
-    assert [(e["how"], e["again"]) for e in run.endings()] == [("crashed", True), ("stopped", True)]
+    assert [(e["how"], e["again"]) for e in run.endings()] == [("crashed", True), ("stopped", False)]
     assert run.endings()[0]["error"].startswith("the process is gone without a word") and "rank 1" in said
     assert run.checkpoints() == ["step_0000000004", "step_0000000008"] and not (run.path / "lease.json").exists()
     finish(start(run), 0)
@@ -65,6 +65,34 @@ def test_one_rank_in_this_process(make_whole_run):
     settings = ["launch.cluster=debug", "launch.gpus_per_node=1", "train.steps=2", "optim.warmup_steps=0"]
     finish(start(run, *settings), 0)
     assert [entry["step"] for entry in run.metrics()] == [1, 2]
+
+
+def test_ranks_that_cannot_start_are_heard(make_whole_run):
+    said = finish(start(make_whole_run("nopython"), "launch.python=/no/such/python"), 1)
+    assert "/no/such/python: No such file or directory" in said and "it crashed twice before the first step" in said
+
+
+@pytest.mark.long
+def test_a_signal_before_the_ranks_listen(make_whole_run):
+    """It waits until they do: sooner it would kill them, or some, for which the others would wait."""
+    run = make_whole_run("unborn")
+    process = start(run)
+    process.stdout.readline()  # the job has started just now
+    process.send_signal(signal.SIGTERM)
+    said = finish(process, 75)
+    assert run.checkpoints() == ["step_0000000000"] and "starting again" not in said
+
+
+@pytest.mark.long
+def test_ranks_end_with_the_process_that_started_them(make_whole_run):
+    """submitit's controller is killed: no rank stays behind, and the job goes on."""
+    run = make_whole_run("controller")
+    process = start(run, faults=({"rank": 1, "at": "computing", "step": 6, "act": "hold"},))
+    controller = int(process.stdout.readline().split()[1])
+    run.wait(run.met)
+    os.kill(controller, signal.SIGKILL)
+    finish(process, 0)
+    assert [e["how"] for e in run.endings()] == ["crashed", "done"]
 
 
 @pytest.mark.long

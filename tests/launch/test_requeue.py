@@ -118,5 +118,5 @@ def test_a_job_that_never_spoke_names_its_logs(submission, capsys):
 def test_a_line_cut_short_by_a_full_disk_is_passed_over(submission):
     call(submission, 75, 0, "stopped")
     with submission.run_dir.endings.open("a") as file:
-        file.write(json.dumps({"job": "7"})[:5] + "\n")
+        file.write(json.dumps({"job": "7"})[:5] + "\n" + 'null\n{"job": "7"}\n')
     assert len(read_endings(submission.run_dir)) == 1

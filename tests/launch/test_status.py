@@ -85,5 +85,18 @@ def test_several_runs_are_a_table(run, tmp_path, capsys):
     assert lines[0].index("state") == lines[1].index("done") == lines[2].index("not started")
 
 
+def test_damaged_lines_are_passed_over(run):
+    entry = {"step": 20, "loss": 3.25, "tokens_per_second": 1.0, "step_seconds": 2.0}
+    (run / "metrics.jsonl").write_bytes(json.dumps(entry).encode() + b'\n{"step": 30}\n5\n\x00\xff\xfe')
+    (run / "endings.jsonl").write_bytes(b"null\n{}\n\xff")
+    assert status.status(run).step == 20
+
+
+def test_one_that_is_no_run_does_not_hide_the_others(run, tmp_path, capsys):
+    assert status.main([str(tmp_path / "none"), str(run)]) == 2
+    said = capsys.readouterr()
+    assert "none is not a run folder" in said.err and "not started" in said.out
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err

@@ -92,6 +92,7 @@ def test_a_time_limit_shorter_than_the_warning(yaml_file, capsys):
         (["train.global_batch=100"], "train.global_batch=100 is not a multiple of"),
         (["launch.cluster=local"], "launch.nodes=2 with launch.cluster=local"),
         (["launch.nods=3"], "did you mean 'launch.nodes'"),
+        (["run_dir=runs/50%j"], "replace % and what follows"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(yaml_file, capsys, settings, said):
@@ -104,6 +105,10 @@ def test_two_runs_of_a_sweep_need_two_folders(yaml_file, capsys):
     other.write_text(yaml_file.read_text())
     assert submit.main([str(yaml_file), str(other)]) == 2
     assert "stands in two of the files" in capsys.readouterr().err
+    (yaml_file.parent / "link").symlink_to(yaml_file.parent / "run")
+    other.write_text(yaml_file.read_text().replace("/run", "/link"))
+    assert submit.main([str(yaml_file), str(other), "--dry-run"]) == 2, "the same folder by another name"
+    capsys.readouterr()
     other.write_text(yaml_file.read_text().replace("/run", "/other"))
     assert submit.main([str(yaml_file), str(other), "--dry-run"]) == 0
     assert capsys.readouterr().out.count("#!/bin/bash") == 2
@@ -113,6 +118,26 @@ def test_no_slurm_no_submission(yaml_file, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert submit.main([str(yaml_file)]) == 2
     assert "there is no srun on this machine" in capsys.readouterr().err and not (yaml_file.parent / "run").exists()
+
+
+def test_what_sbatch_says_is_one_error(yaml_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition specified: h100' >&2; exit 1\n")
+    (tmp_path / "srun").write_text("#!/bin/bash\n")
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert submit.main([str(yaml_file), "launch.partition=h100"]) == 2
+    said = capsys.readouterr().err
+    assert "\nerror: sbatch refused the job of" in said and "invalid partition specified: h100" in said
+
+
+def test_what_lies_among_the_submissions_is_none(yaml_file):
+    config = load(yaml_file)
+    first = Submission.create(config, ["x"])
+    for name in ("0003", "0002.old"):
+        (first.folder.parent / name).mkdir()
+    assert submissions(RunDir(Path(config.run_dir))) == [first], "0003 is being filled"
+    assert Submission.create(config, ["x"]).folder.name == "0004"
 
 
 def test_a_submission_holds_what_it_will_run(yaml_file):
