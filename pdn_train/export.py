@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import uuid
@@ -103,12 +104,12 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int | None = None) -> None:
     """Write tensors as one safetensors file, or as several of at most `max_shard_bytes` (a larger tensor gets a file of its own)."""
     if max_shard_bytes is None:
-        save_file(_apart(weights), folder / SINGLE, {"format": "pt"})
+        _save(weights, folder / SINGLE)
         return
     groups = _group(weights, max_shard_bytes)
     files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     for file, names in zip(files, groups, strict=True):
-        save_file(_apart({name: weights[name] for name in names}), folder / file, {"format": "pt"})
+        _save({name: weights[name] for name in names}, folder / file)
     places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
     index = {"metadata": {"total_size": sum(t.nbytes for t in weights.values())}, "weight_map": places}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -125,6 +126,13 @@ def _group(weights: dict[str, Tensor], limit: int) -> list[list[str]]:
         groups[-1].append(name)
         room -= tensor.nbytes
     return groups
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    save_file(_apart(weights), path, {"format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner reads
 
 
 def _apart(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -59,6 +59,7 @@ def test_files_respect_the_limit_and_the_index_names_them(run, tmp_path):
         tensors = load_file(tmp_path / "out" / file)
         assert {n for n, f in index["weight_map"].items() if f == file} == set(tensors)
         assert sum(t.nbytes for t in tensors.values()) <= limit or len(tensors) == 1
+        assert (tmp_path / "out" / file).stat().st_mode == (tmp_path / "out" / INDEX).stat().st_mode
     assert not (tmp_path / "out" / SINGLE).exists()
 
 
