@@ -22,7 +22,7 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
     -- backward --
     scan.states(x, solved, layout, spans, s_0)                -> h [M, H, V, K] x: S^T of each chunk, u [N, H, V] x: U
     scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh [M, H, V, K] x, dx [N, H, V] x, ds_0 [S, H, K, V] fp32
-    pairs.backward(x, solved, layout, u, dx, do)              -> Pairs: dv, dbeta, e1, e2
+    pairs.backward(x, solved, layout, o, u, dx, do)           -> Pairs: dv, dbeta, e1, e2
     gradients.backward(x, solved, layout, h, dh, u, dx, do, pairs) -> Gradients: dq, dk, dw, dg
     statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0
 
