@@ -13,13 +13,13 @@ import random
 import shutil
 import socket
 import tempfile
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from submitit import JobEnvironment
 
 from launch.snapshot import Submission
+from pdn_train.files import prove_writable
 from pdn_train.heartbeat import attempt_name, begin_attempt
 from pdn_train.signals import StopRequest, leave
 from pdn_train.watchdog import Watchdog
@@ -99,10 +99,7 @@ def export_caches(job: str) -> list[Path]:
     for variable, name in CACHES.items():
         folder = Path(os.environ.get(variable) or Path(tempfile.gettempdir()) / f"pdn_train-{os.getuid()}-{job}" / name)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".probe-{uuid.uuid4().hex}"
-            probe.write_text("")
-            probe.rename(probe.with_suffix(".renamed")).unlink()
+            prove_writable(folder)
             stranger = folder.stat().st_uid != os.getuid() and variable not in os.environ
         except OSError as error:
             raise JobError(

@@ -1,6 +1,7 @@
 """A job on this machine: submitit's local executor, followed to its end, started again by the same rules as under SLURM.
 
-SIGTERM and Ctrl-C reach the ranks, which write one checkpoint; the launcher then returns 75 and does not start again.
+SIGTERM, Ctrl-C and the end of the terminal reach the ranks, which write one checkpoint; the launcher then returns 75 and does not start
+again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ SHOWN_LINES = 20
 
 def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
     """Start the job until it is done, stopped from outside or given up; returns 0, 75 or 1."""
-    stop, run_dir, launch = StopRequest(), submission.run_dir, submission.config.launch
-    restart = 0
+    stop, run_dir, restart = StopRequest(), submission.run_dir, 0
     while True:
         job = start(executor(), submission)
         print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
@@ -38,7 +38,7 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) 
         follow(job, attempt, stop)
         spoken = bool(read_words(attempt))
         code = exit_code(job) if spoken or stop.name is None else 128 + signal.SIGTERM
-        again, ending = settle(run_dir, launch, attempt, submission.folder.name, restart, code, stop.name)
+        again, ending = settle(submission, attempt, job.job_id, restart, code, stop.name)
         if ending.how == "crashed" and not spoken and job.paths.stderr.exists():
             print("\n".join(job.paths.stderr.read_text(errors="replace").splitlines()[-SHOWN_LINES:]), file=sys.stderr)
         if not again or stop.name is not None:
@@ -47,12 +47,13 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) 
 
 
 def start(executor: submitit.LocalExecutor, submission: Submission) -> submitit.LocalJob:
-    """submitit's controller does not survive a Ctrl-C, which a terminal sends to it too; what is ignored here is ignored there."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """submitit's controller survives neither a Ctrl-C nor the terminal's end, which reach it too; what is ignored here is ignored there."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     try:
         return executor.submit(Job(str(submission.folder)))
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def follow(job: submitit.LocalJob, attempt: Path, stop: StopRequest) -> None:
@@ -91,8 +92,9 @@ def show(file: Path, position: int) -> int:
     with file.open("rb") as handle:
         handle.seek(position)
         added = handle.read()
-    sys.stdout.write(added.decode(errors="replace"))
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a pipe whose reader is gone: the ranks still need somebody to follow them
+        sys.stdout.write(added.decode(errors="replace"))
+        sys.stdout.flush()
     return len(added)
 
 

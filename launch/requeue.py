@@ -4,7 +4,7 @@
 
 The ranks' last words decide (pdn_train.heartbeat), the exit code only where they left none. A job goes on after a stop with a checkpoint,
 and after a crash, which may be the machine's fault; not after an error that somebody must mend, not after a crash at the step of the crash
-before, not past `launch.max_requeues`. Each ending is a line of run_dir/endings.jsonl.
+before, not past `launch.max_requeues`. Each ending is a line of run_dir/endings.jsonl; those of one submission count together.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ How = Literal["done", "stopped", "crashed", "refused"]
 class Ending:
     """How one start of a job ended. refused: by an error that starting again would meet again."""
 
-    job: str
-    restart: int  # 0: its first start
+    submission: str  # its folder's name
+    job: str  # SLURM's number, the same after a requeue; on this machine each start has its own
+    restart: int  # 0: the submission's first start
     code: int
     how: How
     step: int  # finished steps; -1: none known
@@ -40,14 +41,14 @@ class Ending:
     time: float
 
 
-def ending(folder: Path, job: str, restart: int, code: int) -> Ending:
+def ending(folder: Path, submission: str, job: str, restart: int, code: int) -> Ending:
     """From the words in an attempt's folder, which need not exist, and the highest exit code of the ranks."""
     words, step = read_words(folder), -1
     if words:
         step = max(word.step for word in words)
     how = _how(words, read_first(folder), code)
     fault = first_fault(folder, words) if how in ("crashed", "refused") else None
-    return Ending(job, restart, code, how, step, None if fault is None else fault.error, time.time())
+    return Ending(submission, job, restart, code, how, step, None if fault is None else fault.error, time.time())
 
 
 def _how(words: list[Word], first: Word | None, code: int) -> How:
@@ -64,7 +65,7 @@ def _how(words: list[Word], first: Word | None, code: int) -> How:
 
 
 def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[bool, str]:
-    """(whether to start again, why). before: the earlier endings of the same job, oldest first."""
+    """(whether to start again, why). before: the earlier endings of the same submission, oldest first."""
     if now.how == "done":
         return False, "done"
     if now.how == "refused":
@@ -82,12 +83,14 @@ def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[boo
     return True, "a crash, and not where the last one was: one more start"
 
 
-def settle(
-    run_dir: RunDir, launch: LaunchConfig, folder: Path, job: str, restart: int, code: int, told: str | None = None
-) -> tuple[bool, Ending]:
-    """Decide, write the ending down, print the first fault and every rank's last step. told: the signal by which a user stopped the job."""
-    now = ending(folder, job, restart, code)
-    again, why = decide([e for e in read_endings(run_dir) if e.job == job], now, launch)
+def settle(submission: Submission, folder: Path, job: str, restart: int, code: int, told: str | None = None) -> tuple[bool, Ending]:
+    """Decide, write the ending down, print the first fault and every rank's last step.
+
+    folder: of the attempt; told: the signal by which a user stopped the job.
+    """
+    run_dir, name = submission.run_dir, submission.folder.name
+    now = ending(folder, name, job, restart, code)
+    again, why = decide([e for e in read_endings(run_dir) if e.submission == name], now, submission.config.launch)
     if again and told is not None:
         again, why = False, f"{told}; the same command goes on from there"
     try:
@@ -121,7 +124,7 @@ def read_endings(run_dir: RunDir) -> list[Ending]:
 def main(folder: str, code: str, job: str, restart: str) -> None:
     submission = Submission(Path(folder))
     attempt = submission.run_dir.heartbeats / attempt_name(job, restart)
-    again, _ = settle(submission.run_dir, submission.config.launch, attempt, job, int(restart), int(code))
+    again, _ = settle(submission, attempt, job, int(restart), int(code))
     print(AGAIN if again else ENOUGH)
 
 

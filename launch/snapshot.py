@@ -58,10 +58,10 @@ class Submission:
         return RunDir(self.folder.parent.parent)
 
     @property
-    def job(self) -> str | None:
-        """SLURM's or submitit's id of the newest job, once there is one."""
+    def jobs(self) -> list[str]:
+        """SLURM's number of its job, once there is one; on this machine submitit's of each start, oldest first."""
         found = sorted(self.folder.glob("*_submitted.pkl"), key=lambda p: p.stat().st_mtime_ns)
-        return found[-1].name.removesuffix("_submitted.pkl") if found else None
+        return [file.name.removesuffix("_submitted.pkl") for file in found]
 
 
 def submissions(run_dir: RunDir) -> list[Submission]:

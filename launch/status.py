@@ -1,6 +1,7 @@
 """How runs are doing: `python -m launch.status RUN_DIR...`. One run in full, several as a table.
 
-Reads the run's own files, and asks `squeue` where the newest submission is a SLURM job. Needs neither torch nor a GPU.
+Reads the run's own files, and asks `squeue` about SLURM jobs. Where several jobs have met one folder, the one that owns it counts. Needs
+neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.requeue import read_endings
-from launch.snapshot import submissions
+from launch.snapshot import Submission, submissions
 from pdn_train.config import ConfigError, load
 from pdn_train.heartbeat import Word, newest_attempt, obituary, read_words
-from pdn_train.rundir import RunDir
+from pdn_train.rundir import RunDir, owner
 
 SILENT_SECONDS = 60  # a watchdog writes every 5 s at most
 
@@ -33,7 +34,7 @@ class Status:
     step: int | None
     steps: int | None
     tokens_per_second: float | None
-    eta_seconds: float | None
+    eta_seconds: float | None  # of a run that is training now
     loss: float | None
     checkpoint: str | None  # newest whole one
     restarts: int
@@ -46,26 +47,43 @@ def status(path: Path) -> Status:
     if not run_dir.config.exists():
         raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
     steps = load(run_dir.config).train.steps
-    made = submissions(run_dir)
-    job = made[-1].job if made else None
-    attempt = newest_attempt(run_dir.heartbeats)
+    attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     words = read_words(attempt) if attempt is not None else []
     last = _last_line(run_dir.metrics)
     heard = time.time() - max(word.time for word in words) if words else None
-    queue = in_queue(job) if made and made[-1].config.launch.cluster == "slurm" else None
+    job, now, restarts = job_of(submissions(run_dir), attempt, state(words, heard))
     return Status(
         run=path,
         job=job,
-        state=queue.lower() if queue is not None and not (queue == "RUNNING" and words) else state(words, heard),
+        state=now,
         step=last.get("step"),
         steps=steps,
         tokens_per_second=last.get("tokens_per_second"),
-        eta_seconds=(steps - last["step"]) * last["step_seconds"] if last else None,
+        eta_seconds=(steps - last["step"]) * last["step_seconds"] if last and now == "running" else None,
         loss=last.get("loss"),
         checkpoint=_newest_checkpoint(run_dir.checkpoints),
-        restarts=_restarts(run_dir, job, attempt),
+        restarts=restarts,
         heard_seconds=heard,
     )
+
+
+def job_of(made: list[Submission], attempt: Path | None, said: str) -> tuple[str | None, str, int]:
+    """(job, state, restarts): of the job that made the attempt, or of the newest submission where that one waits or has not spoken yet.
+
+    said: the state by the attempt's words; SLURM's own counts before its ranks have spoken. job is None where torchrun made the attempt.
+    """
+    name, _, restart = attempt.name.rpartition(".") if attempt is not None else ("", "", "")
+    ours = next((one for one in made if name in one.jobs), None)
+    queue = in_queue(ours, name) if ours is not None else None
+    if queue is None and said != "running" and made and made[-1] != ours and made[-1].jobs:
+        newest = made[-1].jobs[-1]
+        waits = in_queue(made[-1], newest)
+        if waits is not None or attempt is None:
+            return newest, said if waits is None else waits.lower(), 0
+    if ours is None:
+        return None, said, 0
+    restarts = max(int(restart), ours.jobs.index(name))  # SLURM keeps a job's number; on this machine each start has its own
+    return name, said if queue in (None, "RUNNING") else queue.lower(), restarts
 
 
 def state(words: list[Word], heard_seconds: float | None) -> str:
@@ -82,9 +100,9 @@ def state(words: list[Word], heard_seconds: float | None) -> str:
     return "stopped" if "stopped" in states else "done"
 
 
-def in_queue(job: str | None) -> str | None:
-    """SLURM's word for the job's state while it is in the queue."""
-    if job is None or shutil.which("squeue") is None:
+def in_queue(submission: Submission, job: str) -> str | None:
+    """SLURM's word for the job's state while it is in the queue; None on other clusters."""
+    if submission.config.launch.cluster != "slurm" or shutil.which("squeue") is None:
         return None
     asked = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, check=False)
     return asked.stdout.strip() or None
@@ -102,7 +120,7 @@ def detail(found: Status) -> str:
     lines += [f"  last heard  {found.heard_seconds:.0f} s ago"] if found.heard_seconds is not None else []
     for ending in read_endings(run_dir)[-5:]:
         lines.append(f"  ended       job {ending.job}, start {ending.restart}: {ending.how} at step {ending.step}" + _because(ending.error))
-    attempt = newest_attempt(run_dir.heartbeats)
+    attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     if attempt is not None and found.state in ("failed", "killed", "silent"):
         lines += ["", obituary(attempt)]
     return "\n".join(lines)
@@ -143,13 +161,6 @@ def _newest_checkpoint(root: Path) -> str | None:
     """By its mark; whether every file is what it was is checked when it is loaded."""
     whole = [p.parent.name for p in root.glob("step_*/COMPLETE") if p.parent.name[5:].isdecimal()]
     return max(whole, key=lambda name: int(name[5:]), default=None)
-
-
-def _restarts(run_dir: RunDir, job: str | None, attempt: Path | None) -> int:
-    """SLURM's own count, where it made the newest start; else the starts that followed an ending."""
-    if attempt is not None and job is not None and attempt.name.startswith(f"{job}.") and attempt.name != f"{job}.0":
-        return int(attempt.name.rpartition(".")[2])
-    return max((ending.restart for ending in read_endings(run_dir)), default=0)
 
 
 def _of(step: int | None, steps: int | None) -> str:

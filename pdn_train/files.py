@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 
@@ -19,6 +20,14 @@ def write_whole(path: str | Path, data: bytes) -> None:
     finally:
         aside.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def prove_writable(folder: Path) -> None:
+    """Make the folder where it is missing; write a file there, rename it, remove it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    probe.write_text("")
+    probe.rename(probe.with_suffix(".renamed")).unlink()
 
 
 def sync_folder(folder: Path) -> None:

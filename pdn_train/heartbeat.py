@@ -110,9 +110,14 @@ def claim_first(folder: Path, word: Word) -> Word:
     return read_first(folder) or word
 
 
-def newest_attempt(heartbeats: Path) -> Path | None:
-    """The folder of the newest start."""
-    return max(_attempts(heartbeats), key=lambda p: p.stat().st_ctime_ns, default=None)
+def newest_attempt(heartbeats: Path, owner: dict | None = None) -> Path | None:
+    """The folder of the newest start. owner: of the run folder's lease; then the start that holds it, not one that was refused since."""
+    attempts = sorted(_attempts(heartbeats), key=lambda p: p.stat().st_ctime_ns, reverse=True)
+    if owner:
+        for attempt in attempts:
+            if any(all(owner.get(key) == getattr(word, key) for key in ("machine", "pid", "started")) for word in read_words(attempt)):
+                return attempt
+    return next(iter(attempts), None)
 
 
 def attempt_name(job: str, restart: int | str) -> str:

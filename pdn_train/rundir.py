@@ -27,7 +27,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdn_train.files import write_whole
+from pdn_train.files import prove_writable, write_whole
 
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 120
@@ -95,11 +95,9 @@ class RunDir:
     def create(self) -> None:
         """Make the folders and prove that they can be written. Raises RunDirError naming the folder."""
         try:
-            for folder in (self.path, self.tensorboard, self.logs, self.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{uuid.uuid4().hex}"
-            probe.write_text("")
-            probe.unlink()
+            prove_writable(self.path)
+            for folder in (self.tensorboard, self.logs, self.checkpoints):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             raise RunDirError(
                 f"run_dir={self.path} cannot be written ({error.strerror}); choose another run_dir or mend its rights"
@@ -178,11 +176,8 @@ class Lease:
             self._file.unlink(missing_ok=True)
 
     def _may_replace(self, owner: dict) -> bool:
-        if owner.get("machine") == self._me["machine"]:
-            return process_start(owner["pid"]) != owner["started"]
-        if owner.get("job") is not None and owner["job"] == self._me["job"]:
-            return True
-        return time.time() - owner.get("time", 0) > STALE_SECONDS
+        requeued = owner.get("job") is not None and owner["job"] == self._me["job"] and owner.get("machine") != self._me["machine"]
+        return requeued or not _holds(owner)
 
     def _remove(self, owner: dict) -> None:
         """Take a dead lease away; one that another job has put in its place meanwhile is put back, and that job keeps the folder."""
@@ -223,6 +218,18 @@ class Lease:
                 write_whole(self._file, self._text().encode())
             except OSError as error:  # a full disk must not end the run: the lease only grows older
                 log.warning("could not renew the lease %s: %s", self._file, error)
+
+
+def owner(run_dir: RunDir) -> dict | None:
+    """What the lease says of the job that owns the folder now (job, host, machine, pid, started); None where nobody does."""
+    said = _read_lease(run_dir.lease)
+    return said if said is not None and _holds(said) else None
+
+
+def _holds(said: dict) -> bool:
+    if said.get("machine") == machine():
+        return process_start(said["pid"]) == said["started"]
+    return time.time() - said.get("time", 0) <= STALE_SECONDS
 
 
 def _read_lease(file: Path) -> dict | None:

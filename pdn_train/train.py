@@ -6,6 +6,11 @@ and wrote a checkpoint, 2 for a configuration that cannot run, 1 for anything el
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch is imported, which takes seconds in which a signal would kill
+    from pdn_train.signals import StopRequest
+
+    STOP = StopRequest()
+
 import argparse
 import json
 import logging
@@ -132,9 +137,14 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         journal.close()
         done = progress.step >= config.train.steps
         if world.leads:
-            stopped = f"stopped at step {progress.step} by {stop.name or 'another rank'}; the same command goes on from there"
-            log.info("%s: %s", "done" if done else stopped, checkpoints.root)
+            log.info("%s: %s", "done" if done else stopped(progress.step, stop), checkpoints.root)
         return 0 if done else REQUEUE
+
+
+def stopped(step: int, stop: StopRequest) -> str:
+    """torchrun does not know of exit codes that mean no harm: after our last line it prints where in its own code the signal met it."""
+    then = "torchrun adds a traceback of its own" if torch.distributed.is_torchelastic_launched() else f"exit code {REQUEUE}"
+    return f"stopped at step {step} by {stop.name or 'another rank'}, nothing is lost: the same command goes on from there ({then})"
 
 
 def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
@@ -334,7 +344,8 @@ def watch(config: Config, world: World) -> Watchdog:
 
 
 @record
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
+    """stop: of a program that listens already."""
     parser = argparse.ArgumentParser(prog="pdn_train.train", description="Train one model; resumes by itself from run_dir/checkpoints.")
     parser.add_argument("config", help="a file such as yaml/pgdn_tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
@@ -346,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.dry_run:
             print(dry_run(config, config.launch.ranks))
             return 0
-        return start(config, StopRequest())
+        return start(config, stop or StopRequest())
     except ConfigError as error:
         if own_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -360,4 +371,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(stop=STOP))

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from pdn_train.heartbeat import State, Word, claim_first, innermost, read_first, read_word
 from pdn_train.rundir import process_start
+from pdn_train.signals import leave
 
 GRACE_SECONDS = 10.0  # for the training thread to raise an error of its own, which says more than a stack
 OTHERS_SECONDS = 1.0  # for the process of a killed rank to vanish after its connections have
@@ -164,10 +165,7 @@ class Watchdog:
         if self._ended.wait(min(GRACE_SECONDS, self.hang_seconds)):
             return
         self._attempt(lambda: word.write(self.folder))
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        leave(1)
 
     def _attempt(self, act: Callable[[], None]) -> None:
         """A full disk or a folder that was removed must not stop the watch itself."""

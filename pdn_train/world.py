@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +17,8 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from pdn_train.files import prove_writable
 
 T = TypeVar("T")
 
@@ -170,10 +171,7 @@ def require_kernel_cache() -> None:
     chosen = os.environ.get("TRITON_CACHE_DIR")
     folder = Path(chosen or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{uuid.uuid4().hex}"
-        probe.write_text("")
-        probe.unlink()
+        prove_writable(folder)
     except OSError as error:
         raise WorldError(
             f"TRITON_CACHE_DIR={chosen or f'(not set: {folder})'} cannot be written on {socket.gethostname()} ({error.strerror}); "

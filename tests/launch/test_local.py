@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
+from launch import local
+
 HOOKS = Path(__file__).parent.parent / "faults" / "hooks"
 
 
-def start(run, *settings: str, faults: tuple[dict, ...] = ()) -> subprocess.Popen:
+def start(run, *settings: str, faults: tuple[dict, ...] = (), terminal: int | None = None) -> subprocess.Popen:
+    """terminal: one that becomes the launcher's own, and takes its output; otherwise that goes to a pipe."""
     environment = {**os.environ, "PYTHONPATH": f"{HOOKS}:{os.environ.get('PYTHONPATH', '')}", "FAULT_PLAN": run.plan(*faults)}
     command = [sys.executable, "-m", "launch.submit", str(run.config), *settings]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=terminal,
+        stdout=subprocess.PIPE if terminal is None else terminal,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
 
 
 def finish(process: subprocess.Popen, code: int) -> str:
@@ -106,6 +121,31 @@ def test_the_time_limit_on_this_machine(make_whole_run, uninterrupted):
         0,
     )
     assert [(e["how"], e["again"]) for e in run.endings()] == [("stopped", True), ("done", False)]
+    assert run.story() == uninterrupted.story()
+
+
+def test_a_reader_that_is_gone_does_not_end_the_launcher(tmp_path, monkeypatch):
+    (tmp_path / "log").write_text("step 1\n")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    pipe = io.TextIOWrapper(io.FileIO(theirs, "w"), write_through=True)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert local.show(tmp_path / "log", 0) == 7 and local.show(tmp_path / "log", 7) == 0
+    pipe.detach().close()
+
+
+@pytest.mark.long
+def test_the_terminal_closes(make_whole_run, uninterrupted):
+    """A real one, of the launcher and all that it has started: the kernel sends them SIGHUP, and what they write to it fails."""
+    run = make_whole_run("hangup")
+    ours, terminal = os.openpty()
+    process = start(run, faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},), terminal=terminal)
+    os.close(terminal)
+    run.wait(run.met)
+    os.close(ours)
+    assert process.wait(timeout=400) == 75
+    assert [(e["how"], e["step"], e["again"]) for e in run.endings()] == [("stopped", 6, False)]
+    finish(start(run), 0)
     assert run.story() == uninterrupted.story()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from launch.snapshot import Submission
 from pdn_train.config import LaunchConfig
 from pdn_train.heartbeat import Word, claim_first
 
-CRASH = Ending("7", 0, 1, "crashed", 12, "OSError: x", 0.0)
+CRASH = Ending("0001", "7", 0, 1, "crashed", 12, "OSError: x", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +61,14 @@ def words(folder, *states: str, final: bool = False) -> None:
 )
 def test_how_it_ended(tmp_path, states, final, code, how):
     words(tmp_path, *states, final=final)
-    found = ending(tmp_path, "7", 0, code)
+    found = ending(tmp_path, "0001", "7", 0, code)
     assert (found.how, found.step) == (how, max((5 + rank for rank in range(len(states))), default=-1))
 
 
 def test_the_first_fault_is_the_ending_s_error(tmp_path):
     words(tmp_path, "failed", "failed")
     claim_first(tmp_path, Word(1, state="failed", error="ValueError: x"))
-    assert ending(tmp_path, "7", 0, 1).error == "ValueError: x"
+    assert ending(tmp_path, "0001", "7", 0, 1).error == "ValueError: x"
 
 
 @pytest.fixture
@@ -103,10 +104,14 @@ def test_the_answers_to_the_batch_script(submission, capsys):
     ]
 
 
-def test_another_job_starts_with_a_clean_sheet(submission, capsys):
+def test_another_submission_starts_with_a_clean_sheet(submission, capsys):
+    """On this machine another start is another job, and of the same submission all the same."""
     call(submission, 1, 0, "failed", "failed")
-    call(submission, 1, 0, "failed", "failed", job="8")
-    assert capsys.readouterr().out == "again\nagain\n"
+    other = Submission(submission.folder.with_name("0002"))
+    shutil.copytree(submission.folder, other.folder)
+    call(other, 1, 0, "failed", "failed", job="8")
+    call(submission, 1, 1, "failed", "failed", job="9")
+    assert capsys.readouterr().out == "again\nagain\nenough\n"
 
 
 def test_a_job_that_never_spoke_names_its_logs(submission, capsys):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from launch import status
+from launch.requeue import Ending
 from pdn_train.heartbeat import Word, claim_first
 from pdn_train.rundir import process_start
 
@@ -31,6 +32,14 @@ def say(run: Path, *words: Word, attempt: str = "7.0") -> Path:
     for rank, word in enumerate(words):
         replace(word, rank=rank, time=word.time or time.time()).write(folder)
     return folder
+
+
+def submit(run: Path, folder: str, job: str, cluster: str = "slurm") -> None:
+    """What `launch.submit` leaves of a job that it has handed over."""
+    where = run / "submissions" / folder
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "config.yaml").write_text((run / "config.yaml").read_text() + f"launch: {{cluster: {cluster}}}\n")
+    (where / f"{job}_submitted.pkl").touch()
 
 
 def test_a_running_run(run, capsys):
@@ -67,11 +76,91 @@ def test_states(run, words, state):
 def test_a_failed_run_says_how(run, capsys):
     folder = say(run, replace(ME, state="failed", error="ValueError: x"), replace(ME, state="failed"), attempt="7.2")
     claim_first(folder, replace(ME, rank=1, error="OSError: the disk", trace="Traceback ..."))
-    ending = {"job": "7", "restart": 1, "code": 1, "how": "crashed", "step": 29, "error": "OSError: the disk", "time": 0.0, "again": True}
-    (run / "endings.jsonl").write_text(json.dumps(ending) + "\n")
+    submit(run, "0001", "7")
+    ending = Ending("0001", "7", 1, 1, "crashed", 29, "OSError: the disk", 0.0)
+    (run / "endings.jsonl").write_text(json.dumps(asdict(ending)) + "\n")
     status.main([str(run)])
     said = capsys.readouterr().out
-    assert "First to fail: rank 1" in said and "start 1: crashed at step 29: OSError: the disk" in said and "restarts    1" in said
+    assert "First to fail: rank 1" in said and "start 1: crashed at step 29: OSError: the disk" in said and "restarts    2" in said
+
+
+def hold(run: Path, **owner: object) -> None:
+    """Rank 0 of this process holds the run folder."""
+    words = {"machine": ME.machine, "pid": ME.pid, "started": ME.started, "time": time.time()}
+    (run / "lease.json").write_text(json.dumps({**words, **owner}))
+
+
+@pytest.mark.parametrize("host", [ME.machine, "another"], ids=["here", "elsewhere"])
+def test_the_job_is_the_one_that_owns_the_run_not_one_that_was_refused(run, host):
+    """The refused one came later, has spoken later, and its number is the higher one."""
+    owns = replace(ME, machine=host)
+    submit(run, "0001", "41")
+    say(run, owns, owns, attempt="41.3")
+    submit(run, "0002", "42")
+    say(run, replace(ME, pid=2, state="failed"), replace(ME, pid=3, state="failed"), attempt="42.0")
+    hold(run, machine=host)
+    found = status.status(run)
+    assert (found.job, found.state, found.restarts) == ("41", "running", 3)
+    assert found.job in status.detail(found) and "First to fail" not in status.detail(found)
+
+
+@pytest.mark.parametrize("lost", [{"started": "0"}, {"machine": "another", "time": 0.0}])
+def test_a_lease_whose_owner_is_gone_names_nobody(run, lost):
+    submit(run, "0001", "41")
+    say(run, replace(ME, **{key: value for key, value in lost.items() if key != "time"}), attempt="41.0")
+    submit(run, "0002", "42")
+    say(run, replace(ME, pid=2, started="0"), attempt="42.0")
+    hold(run, **lost)
+    assert (status.status(run).job, status.status(run).state) == ("42", "killed")
+
+
+@pytest.mark.parametrize(
+    "queue, state, shown",
+    [
+        ({"41": "RUNNING", "42": "PENDING"}, "running", ("41", "running")),
+        ({"41": "PENDING", "42": "PENDING"}, "stopped", ("41", "pending")),  # requeued
+        ({"42": "PENDING"}, "stopped", ("42", "pending")),
+        ({"42": "RUNNING"}, "done", ("42", "running")),
+        ({}, "done", ("41", "done")),  # 42 has been cancelled before it began
+        ({"42": "PENDING"}, "running", ("41", "running")),  # squeue no longer knows a job that has just ended
+    ],
+)
+def test_a_submission_that_waits(run, tmp_path, monkeypatch, queue, state, shown):
+    """With a program that answers for SLURM."""
+    (tmp_path / "squeue").write_text('#!/bin/bash\ncat "${0%/*}/queue_$3" 2>/dev/null\n')
+    (tmp_path / "squeue").chmod(0o755)
+    for job, said in queue.items():
+        (tmp_path / f"queue_{job}").write_text(said + "\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    submit(run, "0001", "41")
+    say(run, replace(ME, state=state), attempt="41.0")
+    submit(run, "0002", "42")
+    assert (status.status(run).job, status.status(run).state) == shown
+
+
+def test_a_first_submission_that_waits_and_starts_on_this_machine(run):
+    submit(run, "0001", "41", cluster="local")
+    assert (status.status(run).job, status.status(run).state) == ("41", "not started")
+    submit(run, "0001", "43", cluster="local")
+    say(run, ME, attempt="43.0")
+    assert (status.status(run).job, status.status(run).restarts) == ("43", 1)
+
+
+def test_what_torchrun_started_is_no_job_whatever_was_submitted_before(run):
+    submit(run, "0001", "41", cluster="local")
+    say(run, replace(ME, state="done"), attempt="41.0")
+    say(run, ME, attempt="1790000000.123-77")
+    assert (status.status(run).job, status.status(run).state, status.status(run).restarts) == (None, "running", 0)
+
+
+@pytest.mark.parametrize("state, eta", [("running", "ETA 1:06:00"), ("stopped", "ETA -"), ("done", "ETA -"), ("failed", "ETA -")])
+def test_only_a_run_that_trains_has_a_time_of_arrival(run, state, eta, capsys):
+    say(run, replace(ME, state=state))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 20, "step_seconds": 2.0}) + "\n")
+    status.main([str(run)])
+    assert eta in capsys.readouterr().out
+    status.main([str(run), str(run)])
+    assert eta.removeprefix("ETA ") in capsys.readouterr().out.splitlines()[1].split()
 
 
 def test_several_runs_are_a_table(run, tmp_path, capsys):

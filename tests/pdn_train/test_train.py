@@ -207,9 +207,10 @@ def test_sigterm_to_torchrun_checkpoints_and_does_not_look_like_success(whole, w
     process = start(config, "train.steps=4000", "optim.warmup_steps=2")
     reach(config, process, 2)
     process.send_signal(signal.SIGTERM)
-    finish(process, None)
+    said = finish(process, None)
     assert process.returncode != 0
     step = metrics(config)[-1]["step"]
+    assert f"stopped at step {step} by SIGTERM, nothing is lost: the same command goes on from there (torchrun adds a traceback" in said
     assert f"step_{step:010d}" in checkpoints(config)
 
 
