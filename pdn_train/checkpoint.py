@@ -2,11 +2,12 @@
 
     checkpoints/step_0000001000/   DeepSpeed's ZeRO files, rng_00000.pt a rank, state.json, COMPLETE
 
-A save is written into step_N.tmp, every file is flushed and checksummed, state.json lists them, the folder is renamed, and COMPLETE (the
-checksum of state.json) comes last. A crash between the rename and COMPLETE leaves step_N.publishing beside the folder, and the next start
-finishes the publication if every checksum holds. On resume rank 0 walks from the newest step down and the ranks check the files between
-them; a damaged checkpoint is passed over with a warning that names the fault. On another world size or ZeRO stage the ZeRO files are first
-turned into DeepSpeed's universal form, whole or not at all, in step_N.universal.
+A save copies each rank's state to host memory (`pdn_train.hostcopy`) and lets training go on; a thread writes the copy into step_N.tmp,
+flushed and checksummed. When the threads of all ranks are done, which they learn at a step boundary, rank 0's publishes: state.json lists
+the files, the folder is renamed, and COMPLETE (the checksum of state.json) comes last. A crash between the rename and COMPLETE leaves
+step_N.publishing beside the folder, and the next start finishes the publication if every checksum holds. On resume rank 0 walks from the
+newest step down and the ranks check the files between them; a damaged checkpoint is passed over with a warning that names the fault. On
+another world size or ZeRO stage the ZeRO files are first turned into DeepSpeed's universal form, whole or not at all, in step_N.universal.
 """
 
 from __future__ import annotations
@@ -16,24 +17,34 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from pdn_train.config import CheckpointConfig, Config
 from pdn_train.files import sync_folder, write_whole
+from pdn_train.hostcopy import HostCopy
 from pdn_train.world import World
 
 VERSION = 2  # 1: before Mixer.in_proj; q, k, v and the gates had a matrix each
 SHAPES = tuple(
     f"model.{key}" for key in ("recurrence", "hidden_size", "num_layers", "num_heads", "head_dim", "intermediate_size", "vocab_size")
 )
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or does not fit the run; the message says what differs and the way out."""
+
+
+class WriteError(CheckpointError):
+    """A checkpoint could not be written: a full disk, a file system that failed."""
 
 
 @dataclass(frozen=True)
@@ -59,34 +70,106 @@ class Saved:
         return Progress(**self.state["progress"])
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a published checkpoint cost: seconds that training stood still for it, seconds to its publication, bytes of all ranks."""
+
+    step: int
+    stall: float
+    seconds: float
+    size: int
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is not published yet. work: this rank's files being written (its result: {file: {bytes, sha256}}), or, once all
+    ranks have written theirs and `files` holds them all, the publication, which is rank 0's."""
+
+    temporary: Path
+    state: dict
+    begun: float
+    work: Future
+    files: dict | None = None
+
+
 class Checkpoints:
     """The checkpoints of one run folder. Methods are collective unless said otherwise."""
 
     def __init__(self, root: Path, config: CheckpointConfig, world: World):
         self.root, self._config, self._world = root, config, world
-        self.last_step: int | None = None  # of the newest whole checkpoint, found or written
+        self.last_step: int | None = None  # of the newest checkpoint, found whole or saved, be it still being written
+        self.tell: Callable[[Written], object] = lambda written: None  # is told of each checkpoint once it is published
+        self._host = HostCopy(world.device)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # it makes no collective call
+        self._pending: _Pending | None = None
+        self._stall: float | None = None  # seconds that the last save took; None: it still goes on
 
-    def save(self, engine, progress: Progress, config: Config, data: dict) -> Path:
-        """Write, check and publish one checkpoint; returns its folder. engine: pdn_train.engine.Engine; data: the samples' fingerprint."""
-        final = self.root / folder_name(progress.step)
-        temporary = final.with_name(final.name + ".tmp")
+    def reserve(self, engine) -> None:
+        """Begin to get the host memory for a copy of this rank's files; the first save would wait for it. Not collective."""
+        if self._config.background:
+            self._host.reserve(engine.state())
+
+    def save(self, engine, progress: Progress, config: Config, data: dict) -> None:
+        """Begin one checkpoint, once the one before is published; afterwards training may change the state it was taken from.
+
+        engine: pdn_train.engine.Engine; data: the samples' fingerprint. The checkpoint is there after `finish`, or when the ranks have met
+        in `proceed` often enough; with checkpoint.background=false it is there now.
+        """
+        begun = time.perf_counter()
+        self.finish()
+        self._stall = None
+        temporary = self.root / (folder_name(progress.step) + ".tmp")
         self._world.from_leader(lambda: self._prepare(temporary))
-        engine.save(temporary)
-        torch.save(_rng_state(), temporary / f"rng_{self._world.rank:05d}.pt")
-        self._world.barrier()
-        files = self._checksums(temporary)
-        self._require_all(files, config.parallel.zero)
+        files = [*engine.files(temporary), (temporary / f"rng_{self._world.rank:05d}.pt", _rng_state())]
+        if self._config.background:
+            files = self._world.each(lambda: self._host.take(files))
         state = {
             "version": VERSION,
             "progress": asdict(progress),
             "world": {"size": self._world.size, "sequence": self._world.sequence, "zero": config.parallel.zero},
             "config": config.model_dump(mode="json"),
             "data": data,
-            "files": files,
         }
-        self._world.from_leader(lambda: self._publish(temporary, final, state))
+        self._pending = _Pending(temporary, state, begun, self._begin(temporary, lambda: _write(files)))
         self.last_step = progress.step
-        return final
+        if not self._config.background:
+            self.finish()
+        self._stall = time.perf_counter() - begun
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank has done its part of what is being written, well or badly: when all have, all call `proceed`."""
+        return self._pending is not None and self._pending.work.done()
+
+    def proceed(self) -> None:
+        """From files that are written on all ranks to publication by rank 0, and from there to the end.
+
+        Waits for this rank's own work. Where any rank's failed, all raise: that one WriteError or CheckpointError, the others Disagreement.
+        """
+        pending, self._pending = self._pending, None
+        parts = self._world.together(pending.work.result)
+        if pending.files is None:
+            files = {name: entry for part in parts for name, entry in sorted(part.items())}
+            state = {**pending.state, "files": files}
+            publish = self._begin(pending.temporary, lambda: self._publish(pending.temporary, state) if self._world.leads else None)
+            self._pending = replace(pending, work=publish, files=files)
+            return
+        seconds = time.perf_counter() - pending.begun
+        size = sum(entry["bytes"] for entry in pending.files.values())
+        self.tell(Written(pending.state["progress"]["step"], seconds if self._stall is None else self._stall, seconds, size))
+
+    def finish(self) -> None:
+        """Wait until what is being written is published; raises as `proceed` does."""
+        while self._pending is not None:
+            self.proceed()
+
+    def close(self) -> None:
+        """Wait for this rank's own work, published or not, as nothing may write here once the run folder's lease is given up.
+
+        Not collective.
+        """
+        self._thread.shutdown()
+        self._host.close()
 
     def newest(self) -> Saved | None:
         """The newest whole checkpoint; None where none was ever published.
@@ -134,30 +217,35 @@ class Checkpoints:
         """Raise CheckpointError where the disk cannot hold one more checkpoint: up to 16 bytes a parameter (weights, masters, moments)."""
         self._world.from_leader(lambda: _require_space(self.root, parameters * 16))
 
+    def _begin(self, temporary: Path, act: Callable[[], T]) -> Future[T]:
+        """Act on the thread; a fault of the disk becomes a WriteError."""
+
+        def work() -> T:
+            try:
+                return act()
+            except CheckpointError:
+                raise
+            except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError of its own for a full disk, and names no file
+                raise WriteError(
+                    f"{temporary} could not be written, with {shutil.disk_usage(self.root).free / 1e9:.2f} GB free there: {error}; the "
+                    "checkpoint before it is as it was: free some space, or mend the file system, and start the run again"
+                ) from error
+
+        return self._thread.submit(work)
+
     def _prepare(self, temporary: Path) -> None:
         for old in self.root.glob("step_*.tmp"):
             shutil.rmtree(old)
         temporary.mkdir(parents=True)
 
-    def _checksums(self, folder: Path) -> dict:
-        """{file: {bytes, sha256}} of all files, each rank reading its share, flushed to disk."""
-        files = self._world.from_leader(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
-        mine = self._world.together(
-            lambda: {name: _checksum(folder / name, flush=True) for name in files[self._world.rank :: self._world.size]}
-        )
-        return {name: entry for share in mine for name, entry in sorted(share.items())}
-
-    def _require_all(self, files: dict, stage: int) -> None:
-        """A file system shared by nodes may show rank 0 an old listing; what it does not list would go unchecked for ever."""
-        states = sum(name.endswith("_optim_states.pt") for name in files)
-        missing = [name for r in range(self._world.size) if (name := f"rng_{r:05d}.pt") not in files]
-        if missing or (stage and states != self._world.size):
+    def _publish(self, temporary: Path, state: dict) -> None:
+        unseen = [name for name, entry in state["files"].items() if not _has_size(temporary / name, entry["bytes"])]
+        if unseen:
             raise CheckpointError(
-                f"{self.root} shows rank 0 {states} ZeRO files of {self._world.size} ranks, and these are missing: {missing}; "
+                f"rank 0 does not see in {temporary}, or not whole, what other ranks have written: {unseen}; "
                 "checkpoints need a file system that shows every rank's files to all"
             )
-
-    def _publish(self, temporary: Path, final: Path, state: dict) -> None:
+        final = temporary.with_suffix("")
         text = json.dumps(state, indent=1).encode()
         write_whole(temporary / "state.json", text)
         if final.exists():  # the same step saved again, after a resume from an earlier one
@@ -291,6 +379,19 @@ def _read_state(folder: Path, published: bool = True) -> tuple[dict | None, str 
         return None, f"{Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:
         return None, f"state.json cannot be read ({error})"
+
+
+def _write(files: list[tuple[Path, dict]]) -> dict:
+    """Write files and flush them to disk; {file: {bytes, sha256}}."""
+    entries = {}
+    for file, state in files:
+        torch.save(state, file)
+        entries[file.name] = _checksum(file, flush=True)
+    return entries
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.exists() and file.stat().st_size == size
 
 
 def _checksum(file: Path, flush: bool = False) -> dict:

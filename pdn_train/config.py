@@ -148,6 +148,7 @@ class CheckpointConfig(Section):
     every: Positive = 1000
     keep: Positive = 3  # newest ones kept
     keep_every: Count = 0  # steps between milestones that are never removed; 0: none
+    background: bool = True  # train on while a copy in host memory, as large as this rank's files, is written; false: wait, without a copy
 
 
 class EvalConfig(Section):
@@ -167,7 +168,7 @@ class LaunchConfig(Section):
     gpus_per_node: Count = 8  # ranks on a node, each with a GPU of its own (with train.device=cpu: none of them); 0: one rank without
     cpus_per_task: Positive = 8
     minutes: Positive = 1440
-    warning_seconds: Positive = 120  # the job is told this long before its time is up; one checkpoint must fit in it
+    warning_seconds: Positive = 120  # the job is told this long before its time is up; the writing of two checkpoints must fit in it
     partition: str | None = None
     account: str | None = None
     constraint: str | None = None

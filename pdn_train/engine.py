@@ -39,6 +39,7 @@ import deepspeed  # noqa: E402 - it looks for its accelerator when it is importe
 import deepspeed.runtime.engine  # noqa: E402
 from deepspeed.accelerator import get_accelerator, set_accelerator  # noqa: E402
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # noqa: E402
@@ -90,6 +91,7 @@ class Engine:
         groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.collective_seconds))
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory reports whatever its log level
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
+        self._files = self._engine.checkpoint_engine = _Files()
         self.model: nn.Module = self._engine.module
         self.begin: Callable[[str | None], object] = lambda part: None  # is told when a part of a step begins (`pdn_train.profiling.Parts`)
         _name_the_stage(self._engine.optimizer, self.stage)
@@ -143,13 +145,23 @@ class Engine:
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self.world.device)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's ZeRO files into an existing folder."""
+    def files(self, folder: Path) -> list[tuple[Path, dict]]:
+        """This rank's ZeRO files in an existing folder, and what torch.save is to put there: the tensors of training itself, not copies."""
         client = {"parameter_order": self._order}
         self._engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=client, save_latest=False)
         if self.world.leads:  # scripts that DeepSpeed copies beside every checkpoint; `pdn_train.export` does their work
             for script in ("zero_to_fp32.py", "zero_to_torch.py"):
                 (folder.parent / script).unlink(missing_ok=True)
+        return self._files.take()
+
+    def state(self) -> list[dict]:
+        """The tensors that `files` will hold, whenever it is called. Not collective."""
+        parts = []
+        if self._engine.save_non_zero_checkpoint:
+            parts.append(self._engine.module_state_dict())
+        if self._engine.save_zero_checkpoint or parts and not self.stage:
+            parts.append(self._engine.optimizer.state_dict())
+        return parts
 
     def load(self, folder: Path) -> None:
         """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, bit for bit."""
@@ -185,6 +197,24 @@ class Engine:
 
     def close(self) -> None:
         self._engine.destroy()
+
+
+class _Files(TorchCheckpointEngine):
+    """Reads files as DeepSpeed's own does; what DeepSpeed would write is kept for `pdn_train.checkpoint`, which writes it later.
+
+    DeepSpeed's decoupled writer hands the GPU's own memory to a process and makes the next update of the weights wait for the whole write.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._found: list[tuple[Path, dict]] = []
+
+    def save(self, state_dict: dict, path: str) -> None:
+        self._found.append((Path(path), state_dict))
+
+    def take(self) -> list[tuple[Path, dict]]:
+        found, self._found = self._found, []
+        return found
 
 
 def _compute_on(device: torch.device) -> None:

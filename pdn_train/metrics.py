@@ -22,7 +22,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from pdn_train.checkpoint import Progress
+from pdn_train.checkpoint import Progress, Written
 from pdn_train.files import write_whole
 from pdn_train.health import RANGES, Layer
 from pdn_train.outcome import Outcome
@@ -105,6 +105,14 @@ class Journal:
         if self._writer is not None:
             for name, value in seconds.items():
                 self._writer.add_scalar(f"profile/{name.replace(' ', '_')}_ms", 1e3 * value, progress.step)
+
+    def checkpoint(self, written: Written) -> None:
+        """Say and write what a published checkpoint cost."""
+        if self._writer is not None:
+            self._writer.add_scalar("checkpoint/stall_seconds", written.stall, written.step)
+            self._writer.add_scalar("checkpoint/seconds", written.seconds, written.step)
+            said = f"published after {written.seconds:.1f} s, {written.size / 1e9:.2f} GB"
+            log.info("checkpoint of step %d: training stood still for %.2f s; %s", written.step, written.stall, said)
 
     def health(self, progress: Progress, layers: list[Layer]) -> None:
         """Write what `pdn_train.health` measured, by number and layer."""

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pdn_train import estimate
-from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, require_same_run
+from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, WriteError, require_same_run
 from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Batch, Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
@@ -56,10 +56,9 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
     """Train to config.train.steps or to a stop request; returns the exit code. Collective."""
     accumulation = config.accumulation(world.size)
     run_dir = RunDir(Path(config.run_dir))
-    with take(run_dir, world) as lease:
+    with take(run_dir, world) as lease, closing(Checkpoints(run_dir.checkpoints, config.checkpoint, world)) as checkpoints:
         watchdog.beat("checking the nodes")
         check_nodes(world, run_dir.logs, sum(estimate.memory_per_gpu(config, world.size).values()))
-        checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint, world)
         watchdog.beat("checking the checkpoints")
         saved = checkpoints.newest()
         if saved is not None:
@@ -75,6 +74,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
             checkpoints.restore(saved, engine, config)
         elif config.init_from is not None:
             engine.set_masters(warm)
+        checkpoints.reserve(engine)
         progress = resumed(saved, config) if saved is not None else Progress()
         world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer))
         world.from_leader(lambda: cut_back(run_dir, progress.step))
@@ -82,6 +82,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
 
         loader = build_loader(samples, accumulation, config, world)
         journal = Journal(run_dir, world, progress, pace(config, world), config.train.steps, config.log.every, config.train.max_nonfinite)
+        checkpoints.tell = journal.checkpoint
         profiler = Profiler(config.profile, run_dir.tensorboard, world)
         own_time = OwnTime(engine.model, world)
         tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -94,19 +95,22 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
             with journal.paused():
                 checkpoints.save(engine, settled, config, samples.fingerprint)
 
-        with closing(loader.steps(progress.position)) as steps:
+        with finished_at(NonfiniteError, checkpoints), closing(loader.steps(progress.position)) as steps:
             while progress.step < config.train.steps:
                 watchdog.beat("reading samples", progress.step)
                 with own_time.reading():
                     batches, position, fault = take_batches(steps)
                 # One small exchange between the hosts a step: its targets, and whether any rank was told to stop or cannot read its samples
                 watchdog.beat("meeting the other ranks")
-                flags = [stop.name is not None, lease.lost is not None, fault is not None]
-                targets, stopping, lost, unread = world.sum([sum(b.targets for b in batches), *flags])
-                if unread:
-                    raise fault or Disagreement("another rank cannot read its samples; its own line says why")
+                flags = [stop.name is not None, lease.lost is not None, fault is not None, checkpoints.waits]
+                targets, stopping, lost, unread, written = world.sum([sum(b.targets for b in batches), *flags])
                 if lost:
                     raise RunDirError(lease.lost or "rank 0 lost the lease of the run folder to another job")
+                if unread:
+                    checkpoints.finish()
+                    raise fault or Disagreement("another rank cannot read its samples; its own line says why")
+                if written == world.size:
+                    checkpoints.proceed()
                 if stopping:
                     break
                 watchdog.beat("computing")
@@ -134,6 +138,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         profiler.close()
         if checkpoints.last_step != progress.step:
             save(in_streak=True)
+        watchdog.beat("finishing the checkpoint", progress.step)
+        checkpoints.finish()
         journal.close()
         done = progress.step >= config.train.steps
         if world.leads:
@@ -145,6 +151,16 @@ def stopped(step: int, stop: StopRequest) -> str:
     """torchrun does not know of exit codes that mean no harm: after our last line it prints where in its own code the signal met it."""
     then = "torchrun adds a traceback of its own" if torch.distributed.is_torchelastic_launched() else f"exit code {REQUEUE}"
     return f"stopped at step {step} by {stop.name or 'another rank'}, nothing is lost: the same command goes on from there ({then})"
+
+
+@contextmanager
+def finished_at(error: type[Exception], checkpoints: Checkpoints) -> Iterator[None]:
+    """An error that all ranks meet at once still lets the checkpoint that is being written be published. Collective where it is met."""
+    try:
+        yield
+    except error:
+        checkpoints.finish()
+        raise
 
 
 def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
@@ -294,7 +310,8 @@ EXPECTED = (
 )
 
 
-ELSEWHERE = (Disagreement, NodeError)  # of these, what another rank says for itself, or what another node may not have
+# Of these, what another rank says for itself, what another node may not have, and what may work once more
+ELSEWHERE = (Disagreement, NodeError, WriteError)
 
 
 DRY_RUN = "print parameters, FLOPs, memory, tokens and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"

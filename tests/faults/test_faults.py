@@ -35,17 +35,18 @@ def fault(rank: int, at: str, step: int, act: str) -> dict:
 
 
 @pytest.mark.long
-def test_killed_at_a_random_step_in_a_save_and_in_publication(make_whole_run, uninterrupted):
+def test_killed_at_a_random_step_in_a_save_in_the_writing_and_in_publication(make_whole_run, uninterrupted):
     """The launcher starts the run again each time; nothing is lost, nothing is done twice."""
     run = make_whole_run("kills")
     draw = random.Random(run.folder.name)
     faults = (
         fault(draw.randrange(2), "computing", draw.randrange(1, 4), "kill"),
         fault(1, "saving a checkpoint", 4, "kill"),
+        fault(draw.randrange(2), "writing", 8, "kill"),
         fault(0, "completing", 8, "kill"),
     )
     finish(launch(run, faults=faults), 0)
-    assert [ending["how"] for ending in run.endings()] == ["crashed"] * 3 + ["done"]
+    assert [ending["how"] for ending in run.endings()] == ["crashed"] * 4 + ["done"]
     assert run.story() == uninterrupted.story(), faults
     assert run.checkpoints() == uninterrupted.checkpoints()
     assert "finished the publication of step_0000000008" in run.said()
@@ -80,13 +81,25 @@ def test_the_disk_fills_up_in_a_save(make_whole_run, uninterrupted):
             file.write(b"x" * (shutil.disk_usage(run.path).free - 200_000))
         (run.folder / "go").touch()
         said = finish(process, 1)
-        assert "No space left on device" in said or "Errno 28" in said
+        assert "No space left on device" in said or "Errno 28" in said or "WriteError" in said and "0.00 GB free there" in said
         assert run.checkpoints()[0] == "step_0000000004"
         ballast.unlink()
         finish(launch(run), 0)
         assert run.story() == uninterrupted.story()
     finally:
         subprocess.run(["umount", str(run.path)], check=True)
+
+
+@pytest.mark.long
+def test_a_write_that_fails_in_the_background_ends_every_rank(make_whole_run, uninterrupted):
+    """On one rank, while training has gone on: the next meeting names it, the checkpoint before stays, and a new start has all bits."""
+    run = make_whole_run("write")
+    finish(launch(run, "launch.max_requeues=0", faults=(fault(1, "writing", 8, "raise"),)), 1)
+    assert "WriteError" in run.said() and "step_0000000008.tmp" in run.said() and "a fault of the test" in run.said()
+    assert "rank 0: Disagreement: rank 1 stopped with WriteError" in run.said()
+    assert "step_0000000004" in run.checkpoints() and "step_0000000008" not in run.checkpoints()
+    finish(launch(run), 0)
+    assert run.story() == uninterrupted.story() and run.checkpoints() == uninterrupted.checkpoints()
 
 
 @pytest.mark.long

@@ -138,6 +138,7 @@ def fifty_steps(moves: list[tuple], shards: str, folder: Path, world: World) -> 
             told.append([outcome.loss.item(), outcome.grad_norm.item()])
             progress = Progress(progress.step + 1, progress.position + loader.global_batch)
         checkpoints.save(stepper, progress, config, {})
+        checkpoints.finish()
     return told
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import torch
 
+from pdn_train import checkpoint, hostcopy
 from pdn_train import engine as engine_module
 from pdn_train.checkpoint import Checkpoints, Progress
 from pdn_train.config import Config, build
@@ -109,6 +111,13 @@ def engine_for(config: Config, world: World, seed: int) -> Engine:
     return Engine(model, config, world)
 
 
+def require_all_reserved(engine: Engine, folder: Path) -> None:
+    """The host memory is asked for by other calls than those that find what is saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reserved, saved = (sum(s.nbytes() for s in hostcopy._storages(state).values()) for state in (engine.state(), engine.files(folder)))
+    assert reserved == saved, (reserved, saved)
+
+
 def main(action: str, folder: str, precision: str, *stages: str) -> None:
     world = World.detect(device="cpu")
     world.start(120)
@@ -118,9 +127,16 @@ def main(action: str, folder: str, precision: str, *stages: str) -> None:
         if action == "save":
             checkpoints = Checkpoints(Path(folder) / str(stage), config.checkpoint, world)
             engine = engine_for(config, world, seed=0)
+            checkpoints.reserve(engine)
+            require_all_reserved(engine, checkpoints.root / "probe")
             before = take_steps(engine, world, 0, 2)
+            trained, write = threading.Event(), checkpoint._write
+            checkpoint._write = lambda files, go=trained, write=write: (go.wait(60), write(files))[1]
             checkpoints.save(engine, Progress(3, 12, 0, skipped_steps=1), config, {})
-            told[stage] = before + take_steps(engine, world, 3, 4)
+            told[stage] = before + take_steps(engine, world, 3, 4)  # what is written afterwards must hold nothing of these
+            trained.set()
+            checkpoints.finish()
+            checkpoint._write = write
             continue
         for source in sorted(Path(folder).iterdir()):
             checkpoints = Checkpoints(source, config.checkpoint, world)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from pdn_train import checkpoint
-from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, folder_name, newest, require_same_run
+from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, WriteError, folder_name, newest, require_same_run
 from pdn_train.config import Config, build
 from pdn_train.world import World
 
@@ -19,11 +21,10 @@ DATA = {"seed": 1, "folders": [{"manifest": "aa"}]}
 
 
 class FilesOnly:
-    """Stands in for the engine: two files whose content names the step."""
+    """Stands in for the engine: two files, one larger than the other."""
 
-    def save(self, folder: Path) -> None:
-        for rank in range(2):
-            (folder / f"part_{rank}.pt").write_bytes(folder.name.encode() * (rank + 1))
+    def files(self, folder: Path) -> list[tuple[Path, dict]]:
+        return [(folder / f"part_{rank}.pt", {"weights": torch.arange(9.0 * (rank + 1))}) for rank in range(2)]
 
 
 def config(**changes: dict) -> Config:
@@ -42,6 +43,7 @@ def save(root: Path, *steps: int, **keep: int) -> Checkpoints:
     checkpoints = Checkpoints(root, config(checkpoint={"keep": 10, **keep}).checkpoint, WORLD)
     for step in steps:
         checkpoints.save(FilesOnly(), Progress(step, step * 4, step * 64), config(), DATA)
+    checkpoints.finish()
     return checkpoints
 
 
@@ -95,7 +97,7 @@ def damage_garbage_state(folder):
 
 DAMAGES = [
     (damage_missing, "part_1.pt is missing"),
-    (damage_truncated, "37 bytes instead of 38"),
+    (damage_truncated, "part_1.pt has "),
     (damage_flipped_bit, "another checksum"),
     (damage_no_complete, "COMPLETE is missing"),
     (damage_state, "COMPLETE does not match"),
@@ -219,9 +221,119 @@ def test_state_json_tells_what_was_saved(root):
     assert set(state["files"]) == {"part_0.pt", "part_1.pt", "rng_00000.pt"}
 
 
-def test_a_rank_whose_files_do_not_show_stops_the_save(root, monkeypatch):
-    """A checkpoint that lists only some of the ranks' files would pass every later check."""
-    two_ranks = World(0, 0, 2, 1, torch.device("cpu"))
-    with pytest.raises(CheckpointError, match="these are missing: .'rng_00001.pt'"):
-        Checkpoints(root, config().checkpoint, two_ranks).save(FilesOnly(), Progress(1), config(), DATA)
+@pytest.mark.parametrize("there", [None, b"shor"])
+def test_a_rank_whose_files_do_not_show_stops_the_save(root, monkeypatch, there):
+    """A disk of a node's own: what rank 1 wrote is not what rank 0 would publish."""
+    gather = World.gather
+
+    def with_rank_1(world: World, value: object) -> list:
+        """Rank 1 says that it has written a file of five bytes."""
+        own = gather(world, value)
+        files, fault = own[0]
+        written = isinstance(files, dict) and "rng_00000.pt" in files
+        return [*own, ({"rng_00001.pt": {"bytes": 5, "sha256": "0"}}, fault)] if written else own
+
+    checkpoints = Checkpoints(root, config().checkpoint, WORLD)
+    checkpoints.save(FilesOnly(), Progress(1), config(), DATA)
+    if there:
+        (root / "step_0000000001.tmp" / "rng_00001.pt").write_bytes(there)
+    monkeypatch.setattr(World, "gather", with_rank_1)
+    with pytest.raises(CheckpointError, match="does not see in .*, or not whole, .*: .'rng_00001.pt'.;"):
+        checkpoints.finish()
+    monkeypatch.undo()
     assert Checkpoints(root, config().checkpoint, WORLD).newest() is None
+
+
+class Live(FilesOnly):
+    """A state that training changes in place."""
+
+    def __init__(self):
+        self.weights = torch.zeros(1000)
+
+    def state(self) -> list[dict]:
+        return [{"weights": self.weights}]
+
+    def files(self, folder: Path) -> list[tuple[Path, dict]]:
+        return [(folder / "weights.pt", *self.state())]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event without which nothing is written."""
+    opened, write = threading.Event(), checkpoint._write
+    monkeypatch.setattr(checkpoint, "_write", lambda files: (opened.wait(60), write(files))[1])
+    yield opened
+    opened.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(root, gate):
+    """Nothing is published before all is written, and it is the state of the save; the next save waits, and then has its own."""
+    engine, told = Live(), []
+    checkpoints = Checkpoints(root, config().checkpoint, WORLD)
+    checkpoints.tell = told.append
+    checkpoints.reserve(engine)
+    checkpoints.save(engine, Progress(1), config(), DATA)
+    engine.weights += 1
+    assert not checkpoints.waits and names(root) == ["step_0000000001.tmp"]
+    threading.Timer(0.2, gate.set).start()
+    checkpoints.save(engine, Progress(2), config(), DATA)
+    assert (root / folder_name(1) / "COMPLETE").exists() and [written.step for written in told] == [1]
+    engine.weights += 1
+    checkpoints.finish()
+    for step in (1, 2):
+        assert torch.load(root / folder_name(step) / "weights.pt")["weights"].unique().tolist() == [step - 1]
+    sizes = [sum(f.stat().st_size for f in (root / folder_name(step)).glob("*.pt")) for step in (1, 2)]
+    assert [(w.step, w.size) for w in told] == [(1, sizes[0]), (2, sizes[1])] and all(0 < w.stall <= w.seconds for w in told[:1])
+
+
+def test_ranks_that_meet_at_each_step_publish_without_waiting(root):
+    """Once when all have written, once when rank 0 has published."""
+    checkpoints, told, meetings = Checkpoints(root, config().checkpoint, WORLD), [], 0
+    checkpoints.tell = told.append
+    assert not checkpoints.waits
+    checkpoints.save(Live(), Progress(1), config(), DATA)
+    deadline = time.monotonic() + 60
+    while not told and time.monotonic() < deadline:
+        if checkpoints.waits:
+            checkpoints.proceed()
+            meetings += 1
+    assert meetings == 2 and not checkpoints.waits and checkpoints.newest().progress.step == 1
+
+
+def test_in_the_foreground_nothing_is_copied_and_the_save_returns_when_all_is_there(root, monkeypatch):
+    monkeypatch.setattr(checkpoint.HostCopy, "_get", None)
+    told, foreground = [], config(checkpoint={"background": False}).checkpoint
+    checkpoints = Checkpoints(root, foreground, WORLD)
+    checkpoints.tell = told.append
+    checkpoints.reserve(Live())
+    checkpoints.save(Live(), Progress(1), config(), DATA)
+    assert checkpoints.newest().progress.step == 1 and told[0].stall == told[0].seconds > 0
+
+
+def test_a_write_that_fails_is_an_error_of_the_next_meeting(root, monkeypatch):
+    """Not a checkpoint that is missing in silence. The one before stays, and the rest is swept away."""
+    checkpoints = save(root, 10)
+
+    def full(state: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise RuntimeError("file write failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        checkpoints.save(FilesOnly(), Progress(20), config(), DATA)
+        with pytest.raises(
+            WriteError, match="step_0000000020.tmp could not be written, with .* GB free there: file write failed.*start the run again"
+        ):
+            checkpoints.save(FilesOnly(), Progress(30), config(), DATA)
+    checkpoints.close()
+    assert Checkpoints(root, config().checkpoint, WORLD).newest().progress.step == 10
+    assert names(root) == [folder_name(10)]
+
+
+def test_what_is_being_written_ends_with_the_checkpoints(root, gate):
+    """Nobody may write in a run folder that another job could have taken."""
+    checkpoints = Checkpoints(root, config().checkpoint, WORLD)
+    checkpoints.save(Live(), Progress(1), config(), DATA)
+    threading.Timer(0.2, gate.set).start()
+    checkpoints.close()
+    assert names(root / "step_0000000001.tmp") == ["rng_00000.pt", "weights.pt"]

@@ -135,8 +135,8 @@ def test_every_contract_key_exists():
     data.seq_len data.seed data.reset_at_documents optim.lr optim.min_lr optim.warmup_steps optim.warmup_start
     optim.decay_steps optim.schedule optim.betas optim.eps optim.weight_decay optim.decay_all optim.clip train.steps
     train.micro_batch train.global_batch train.seed train.precision train.activation_checkpoint train.compile
-    train.max_nonfinite parallel.sequence parallel.zero checkpoint.every checkpoint.keep checkpoint.keep_every eval.every
-    log.every launch.cluster launch.nodes launch.gpus_per_node launch.cpus_per_task launch.minutes launch.partition
+    train.max_nonfinite parallel.sequence parallel.zero checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.background
+    eval.every log.every launch.cluster launch.nodes launch.gpus_per_node launch.cpus_per_task launch.minutes launch.partition
     launch.account launch.constraint launch.requeue launch.setup launch.max_requeues launch.hang_seconds launch.sbatch_extra
     init_from resume.allow profile.start profile.stop run_dir
     """

@@ -78,7 +78,8 @@ for stage in (1, 2, 3):
     if world.leads:
         (out / f"stage_{stage}").mkdir()
     world.barrier()
-    engine.save(out / f"stage_{stage}")
+    for file, state in engine.files(out / f"stage_{stage}"):
+        torch.save(state, file)
     masters = {}
     from deepspeed.utils import safe_get_full_fp32_param
     for name, parameter in engine.model.named_parameters():

@@ -2,9 +2,9 @@
 
 FAULT_PLAN is JSON: {"folder": where marks are left, "faults": [{"rank", "at", "step", "act"}, ...]}. A fault happens once, over all starts
 of the job, unless "again" is true; it leaves FOLDER/fault_N. at: what the rank says to its watchdog ("computing", "saving a checkpoint",
-...), or "completing" (between the rename of a checkpoint and its COMPLETE), or "converted" (between DeepSpeed's conversion and the load).
-act: kill, raise, hold (until FOLDER/go appears), signal (until this rank has had one), hang, stop (SIGSTOP), slow (0.5 s more in each
-forward pass from here on), nan (in one gradient of this step).
+...), or "writing" (a checkpoint's first file is there, training goes on), or "completing" (between the rename of a checkpoint and its
+COMPLETE), or "converted" (between DeepSpeed's conversion and the load). act: kill, raise, hold (until FOLDER/go appears), signal (until
+this rank has had one), hang, stop (SIGSTOP), slow (0.5 s more in each forward pass from here on), nan (in one gradient of this step).
 """
 
 import importlib.abc
@@ -91,13 +91,18 @@ def watchdog(module) -> None:
 
 
 def checkpoint(module) -> None:
-    complete = module._complete
+    complete, checksum = module._complete, module._checksum
 
-    def patched(folder, state):
+    def completing(folder, state):
         meet("completing", int(folder.name[5:]))
         complete(folder, state)
 
-    module._complete = patched
+    def writing(file, flush=False):
+        if flush:
+            meet("writing", int(file.parent.name[5:15]))
+        return checksum(file, flush)
+
+    module._complete, module._checksum = completing, writing
 
 
 def engine(module) -> None:
