@@ -30,8 +30,14 @@ def start(run, *settings: str, faults: tuple[dict, ...] = (), terminal: int | No
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=None if terminal is None else take_terminal,
     )
+
+
+def take_terminal() -> None:
+    """In a new process: standard input becomes its own terminal, whose end it hears of even where the tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen, code: int) -> str:

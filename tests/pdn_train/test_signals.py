@@ -36,19 +36,19 @@ def test_a_signal_while_torch_is_being_imported(make_whole_run):
     assert run.checkpoints() == ["step_0000000000"]
 
 
+def take_terminal() -> None:
+    """In a new process: standard input becomes its own terminal, whose end it hears of even where the tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_a_terminal_that_closes(make_whole_run):
     """A real one: the kernel sends SIGHUP, and writing fails from then on."""
     run = make_whole_run("hangup")
     ours, terminal = os.openpty()
     command = [sys.executable, "-m", "pdn_train.train", str(run.config), "train.steps=4000"]
-    process = subprocess.Popen(
-        command,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=take_terminal)
     os.close(terminal)
     run.wait(lambda: len(run.metrics()) >= 2)
     os.close(ours)
