@@ -103,6 +103,7 @@ def test_a_second_job_on_the_folder_is_refused_and_not_requeued(slurm, make_whol
     run.wait(slurm.ended(second))
     assert slurm.state(second)["JobState"] == "FAILED" and slurm.state(second)["Restarts"] == "0"
     assert "is in use by job " + first in run.said()
+    assert f"running, job {first}" in slurm.call(sys.executable, "-m", "launch.status", str(run.path))
     (run.folder / "go").touch()
     run.wait(slurm.ended(first))
     assert slurm.state(first)["JobState"] == "COMPLETED" and [entry["step"] for entry in run.metrics()] == list(range(1, 15))
