@@ -129,6 +129,6 @@ def _map(value: object, act: Callable[[Tensor], Tensor]) -> object:
         for key, item in value.items():
             mapped[key] = _map(item, act)
         return mapped
-    if type(value) in (list, tuple):  # a torch.Size is another kind of tuple
+    if type(value) in (list, tuple):  # other kinds, such as torch.Size, hold no tensors
         return type(value)(_map(item, act) for item in value)
     return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,13 +72,53 @@ def test_the_file_is_the_one_that_torch_would_write_of_the_original(device):
 
 def test_memory_is_kept_for_the_next_copy_and_grows_with_the_state(device):
     host, live = HostCopy(device), state(device)
-    first = host.take(live)["module"]["a"].data_ptr()
+    first = host.take(live)["module"]["a"]
     live["module"]["a"].zero_()
     second = host.take(live)["module"]["a"]
-    assert second.data_ptr() == first and not second.any()
+    assert second.data_ptr() == first.data_ptr() and not second.any()
     live["more"] = torch.ones(100_000, device=device)
     assert host.take(live)["more"].sum() == 100_000
     host.close()
+
+
+class Driver:
+    """What locks pages, without a GPU."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return 0
+
+
+def test_every_copy_lies_in_memory_that_was_locked_in_one_go(monkeypatch):
+    """CUDA refuses a copy that reaches from one locked piece into the next. After `close` none is locked."""
+    monkeypatch.setattr(hostcopy, "PIECE", 8192)
+    driver, copies, copy = Driver(), [], torch.Tensor.copy_
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+
+    def noted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copies.append((target.data_ptr(), target.nbytes))
+        return copy(target, source)
+
+    live = state(torch.device("cpu"))
+    host = HostCopy(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    host.take(live)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    for start, size in copies:
+        assert any(piece <= start and start + size <= piece + length for piece, length in driver.locked.items())
+    assert len(copies) > 6 and len(driver.locked) > 3
+    host.close()
+    assert not driver.locked
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
