@@ -142,15 +142,17 @@ def test_a_reader_that_is_gone_does_not_end_the_launcher(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_terminal_closes(make_whole_run, uninterrupted):
-    """A real one, of the launcher and all that it has started: the kernel sends them SIGHUP, and what they write to it fails."""
+    """A real one: writing to it fails, the kernel sends SIGHUP to its first process, and a shell to the whole job."""
     run = make_whole_run("hangup")
     ours, terminal = os.openpty()
     process = start(run, faults=({"rank": 0, "at": "reading samples", "step": 6, "act": "signal"},), terminal=terminal)
     os.close(terminal)
     run.wait(run.met)
     os.close(ours)
+    os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(timeout=400) == 75
     assert [(e["how"], e["step"], e["again"]) for e in run.endings()] == [("stopped", 6, False)]
+    assert "stopped at step 6 by SIGTERM" in run.said(), "the ranks hear it from the launcher, not on their own"
     finish(start(run), 0)
     assert run.story() == uninterrupted.story()
 
