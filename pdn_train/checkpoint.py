@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from pdn_train import hostcopy
 from pdn_train.config import CheckpointConfig, Config
 from pdn_train.files import sync_folder, write_whole
 from pdn_train.hostcopy import HostCopy
@@ -105,9 +106,18 @@ class Checkpoints:
         self._stall: float | None = None  # seconds that the last save took; None: it still goes on
 
     def reserve(self, engine) -> None:
-        """Begin to get the host memory for a copy of this rank's files; the first save would wait for it. Not collective."""
+        """Begin to get the host memory for a copy of this rank's files; the first save would wait for it.
+
+        Raises CheckpointError where there is not so much.
+        """
+
+        def act() -> None:
+            state = engine.state()
+            _require_memory(hostcopy.room(state))
+            self._host.reserve(state)
+
         if self._config.background:
-            self._host.reserve(engine.state())
+            self._world.together(act)
 
     def save(self, engine, progress: Progress, config: Config, data: dict) -> None:
         """Begin one checkpoint, once the one before is published; afterwards training may change the state it was taken from.
@@ -416,6 +426,16 @@ def _require_space(root: Path, needed: int) -> None:
         raise CheckpointError(
             f"{root} has {free / 1e9:.1f} GB free, one checkpoint takes about {needed / 1e9:.1f} GB; free some space, "
             "lower checkpoint.keep or move run_dir"
+        )
+
+
+def _require_memory(needed: int, table: Path = Path("/proc/meminfo")) -> None:
+    """The kernel would kill the process, which says less."""
+    available = next(int(line.split()[1]) << 10 for line in table.read_text().splitlines() if line.startswith("MemAvailable:"))
+    if available < needed:
+        raise CheckpointError(
+            f"a copy of this rank's part of a checkpoint takes {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are "
+            "available; with checkpoint.background=false none is taken, and training waits for every save"
         )
 
 

@@ -30,7 +30,7 @@ class HostCopy:
 
     def reserve(self, state: object) -> None:
         """Begin to get memory for a copy of `state`, nested dictionaries, lists and tuples with tensors; returns at once."""
-        self._get(sum(map(_room, _storages(state).values())))
+        self._get(room(state))
 
     def take(self, state: object) -> object:
         """`state` with its tensors copied to the host as they are now, those that share memory still sharing it; the rest is shared.
@@ -94,6 +94,11 @@ class _Memory:
         for piece in self._locked:  # after a fault of the GPU this fails too; the fault itself is told elsewhere
             torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
         self._locked = []
+
+
+def room(state: object) -> int:
+    """Bytes of memory for a copy of `state`."""
+    return sum(map(_room, _storages(state).values()))
 
 
 def _room(storage: UntypedStorage) -> int:

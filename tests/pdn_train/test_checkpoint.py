@@ -330,6 +330,13 @@ def test_a_write_that_fails_is_an_error_of_the_next_meeting(root, monkeypatch):
     assert names(root) == [folder_name(10)]
 
 
+def test_host_memory_that_is_not_there_is_named_before_training(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       99 kB\nMemAvailable:   1000000 kB\n")
+    checkpoint._require_memory(1_024_000_000, tmp_path / "meminfo")
+    with pytest.raises(CheckpointError, match="takes 1.0 GB of host memory, 1.0 GB are available; with checkpoint.background=false"):
+        checkpoint._require_memory(1_024_000_001, tmp_path / "meminfo")
+
+
 def test_what_is_being_written_ends_with_the_checkpoints(root, gate):
     """Nobody may write in a run folder that another job could have taken."""
     checkpoints = Checkpoints(root, config().checkpoint, WORLD)

@@ -138,6 +138,10 @@ def test_tensorboard_has_one_value_per_tag_and_step(whole):
     reader.Reload()
     assert len(list((run_dir(whole[0]) / "tb").iterdir())) == 1, "one writer"
     assert [(e.step, pytest.approx(e.value)) for e in reader.Scalars("train/loss")] == [(e["step"], e["loss"]) for e in metrics(whole[0])]
+    stalls, whole_writes = (reader.Scalars(f"checkpoint/{name}") for name in ("stall_seconds", "seconds"))
+    assert [e.step for e in stalls] == [e.step for e in whole_writes] == [4, 8, 12, 14]
+    assert all(0 < stall.value < write.value for stall, write in zip(stalls, whole_writes, strict=True))
+    assert whole[1].count("training stood still for") == 4
 
 
 def test_killed_at_random_steps_twice(whole, write):
