@@ -30,7 +30,8 @@ SHOWN_LINES = 20
 
 def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
     """Start the job until it is done, stopped from outside or given up; returns 0, 75 or 1."""
-    stop, run_dir, restart = StopRequest(), submission.run_dir, 0
+    stop, run_dir, launch = StopRequest(), submission.run_dir, submission.config.launch
+    restart = 0
     while True:
         job = start(executor(), submission)
         print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
@@ -38,7 +39,7 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) 
         follow(job, attempt, stop)
         spoken = bool(read_words(attempt))
         code = exit_code(job) if spoken or stop.name is None else 128 + signal.SIGTERM
-        again, ending = settle(submission, attempt, job.job_id, restart, code, stop.name)
+        again, ending = settle(submission, launch, attempt, job.job_id, restart, code, stop.name)
         if ending.how == "crashed" and not spoken and job.paths.stderr.exists():
             print("\n".join(job.paths.stderr.read_text(errors="replace").splitlines()[-SHOWN_LINES:]), file=sys.stderr)
         if not again or stop.name is not None:

@@ -83,14 +83,16 @@ def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[boo
     return True, "a crash, and not where the last one was: one more start"
 
 
-def settle(submission: Submission, folder: Path, job: str, restart: int, code: int, told: str | None = None) -> tuple[bool, Ending]:
-    """Decide, write the ending down, print the first fault and every rank's last step.
+def settle(
+    submission: Submission, launch: LaunchConfig, folder: Path, job: str, restart: int, code: int, told: str | None = None
+) -> tuple[bool, Ending]:
+    """Decide, write the ending down, print the first fault and every rank's last step. The run folder may be gone by now.
 
-    folder: of the attempt; told: the signal by which a user stopped the job.
+    launch: the submission's; folder: of the attempt; told: the signal by which a user stopped the job.
     """
     run_dir, name = submission.run_dir, submission.folder.name
     now = ending(folder, name, job, restart, code)
-    again, why = decide([e for e in read_endings(run_dir) if e.submission == name], now, submission.config.launch)
+    again, why = decide([e for e in read_endings(run_dir) if e.submission == name], now, launch)
     if again and told is not None:
         again, why = False, f"{told}; the same command goes on from there"
     try:
@@ -124,7 +126,7 @@ def read_endings(run_dir: RunDir) -> list[Ending]:
 def main(folder: str, code: str, job: str, restart: str) -> None:
     submission = Submission(Path(folder))
     attempt = submission.run_dir.heartbeats / attempt_name(job, restart)
-    again, _ = settle(submission, attempt, job, int(restart), int(code))
+    again, _ = settle(submission, submission.config.launch, attempt, job, int(restart), int(code))
     print(AGAIN if again else ENOUGH)
 
 

@@ -14,17 +14,28 @@ WORKER = Path(__file__).parent / "compile_worker.py"
 def start(cache, *arguments):
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, WORKER, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+
+def release(rank):
+    rank.stdin.write("\n")
+    rank.stdin.flush()
 
 
 def test_ranks_that_compile_at_once(tmp_path):
     """The hindered rank ends non-zero with its error, which ends the job (test_local.py); the others have the same binary, and so has a
     rank that finds the cache as they left it."""
     ranks = [start(tmp_path, *(["busy"] if rank == 3 else [])) for rank in range(8)]
-    ended = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+    for rank in ranks:
+        assert rank.stdout.readline() == "ready\n"
+    for rank in sorted(ranks, key=lambda rank: rank is not ranks[3]):  # it looks into the cache long before another has filled it
+        release(rank)
+    ended = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
     _, said, code = ended.pop(3)
     assert code != 0 and "Device or resource busy" in said
     said, stderr, code = zip(*ended, strict=True)
     assert set(code) == {0} and len(set(said)) == 1, stderr
     last = start(tmp_path)
-    assert last.communicate(timeout=120)[0] == said[0] and last.returncode == 0
+    assert last.stdout.readline() == "ready\n"
+    assert last.communicate("\n", timeout=300)[0] == said[0] and last.returncode == 0
