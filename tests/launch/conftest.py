@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,6 +48,15 @@ class Slurm:
         ]
         said = self.call(*command, f"launch.setup={yaml_list(setup)}", *settings)
         return re.search(r"job (\d+)", said)[1]
+
+    def lose(self, node: str, job: str) -> None:
+        """As when its power fails: the node's daemon, then all of a job that runs there, before any of it can report to the controller."""
+        os.kill(int((self.folder / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                title, environment = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+                if title.startswith(f"slurmstepd: [{job}.".encode()) or f"SLURM_JOB_ID={job}".encode() in environment.split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
 
     def state(self, job: str) -> dict[str, str]:
         return dict(item.split("=", 1) for item in self.call("scontrol", "show", "job", job).split() if "=" in item)
