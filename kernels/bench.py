@@ -23,14 +23,13 @@ from kernels.recurrence import RECURRENCES
 SHAPES = ("1,2048,8,128", "1,8192,8,128", "1,32768,8,128", "32,2048,8,128")
 NAMES = ("dn", "gdn", "kda", "pdn", "pgdn", "pkda")
 REPEATS = 20
-PEERS = {  # recurrence -> module, function, and the arguments' names for our letters
-    "dn": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
-    "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {"decay": "g"}),
-    "pgdn": (
-        "fla.ops.precond_gated_delta_rule",
-        "chunk_precond_gated_delta_rule",
-        {"decay": "g", "forget": "g_atk", "gain": "beta_atk", "center": "log_atk_scale"},
-    ),
+GATES = {"decay": "g", "forget": "g_atk", "gain": "beta_atk", "center": "log_atk_scale"}  # the peer's names of ours
+PEERS = {  # recurrence -> module and function; the peer has no PDN
+    "dn": ("fla.ops.delta_rule", "chunk_delta_rule"),
+    "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"),
+    "pgdn": ("fla.ops.precond_gated_delta_rule", "chunk_precond_gated_delta_rule"),
+    "pkda": ("fla.ops.precond_kda", "chunk_precond_kda"),
 }
 
 
@@ -56,9 +55,9 @@ def ours(x: dict[str, Tensor]) -> Tensor:
 
 
 def peer(name: str) -> Callable[[dict[str, Tensor]], Tensor]:
-    module, function, letters = PEERS[name]
+    module, function = PEERS[name]
     call = getattr(importlib.import_module(module), function)
-    return lambda x: call(**{letters.get(n, n): y for n, y in x.items()}, use_qk_l2norm_in_kernel=True)[0]
+    return lambda x: call(**{GATES.get(n, n): y for n, y in x.items()}, use_qk_l2norm_in_kernel=True)[0]
 
 
 def passes(op: Callable[[dict[str, Tensor]], Tensor], x: dict[str, Tensor]) -> tuple[Callable, Callable]:
@@ -70,7 +69,8 @@ def passes(op: Callable[[dict[str, Tensor]], Tensor], x: dict[str, Tensor]) -> t
             op(x)
 
     def both():
-        torch.autograd.grad(op(x), leaves, do, allow_unused=True)
+        with torch.autograd.set_multithreading_enabled(False):  # as the trainer does
+            torch.autograd.grad(op(x), leaves, do, allow_unused=True)
 
     return forward, both
 
@@ -109,6 +109,11 @@ def launches(run: Callable) -> list[tuple[str, float]]:
     return [(same[0].name, sorted(e.device_time for e in same)[REPEATS // 2] / 1e3) for same in zip(*calls, strict=True)]
 
 
+def title() -> str:
+    versions = f"torch {torch.__version__}, triton {importlib.import_module('triton').__version__}"
+    return f"{time.strftime('%Y-%m-%d')}, {torch.cuda.get_device_name()}, {versions}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer", choices=("fla",))
@@ -119,8 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the Triton kernels are timed on a GPU")
-    versions = f"torch {torch.__version__}, triton {importlib.import_module('triton').__version__}"
-    print(f"{time.strftime('%Y-%m-%d')}, {torch.cuda.get_device_name()}, {versions}{', graphs' if options.graph else ''}; ms, medians")
+    print(title() + ("; ms, medians of graph replays" if options.graph else "; ms, medians"))
     titles = f"{'recurrence':12}{'B,T,H,D':18}{'forward':>9}{'fwd+bwd':>9}{'ns/token-head':>15}"
     print(titles + (f"{'fla':>16}{'ratio':>8}" if options.peer else ""))
     for shape in options.shape or SHAPES:

@@ -19,10 +19,13 @@ With a decay a channel `kernels.gradients_channel` takes this one's place. Witho
 With one, dw goes on to `kernels.statistic_backward`, which also does the key's normalisation. Norms: khat = rk k, so dk = rk dkhat - rk^2 k
 (k . rk dkhat), and q likewise.
 
-One program a chunk and head, BLOCK key channels at a time: channels meet only in sums over them.
+One program a chunk and head, BLOCK key channels at a time: channels meet only in sums over them. A loop for each of the three, of which
+the first two load their next block while they work (the buffers of all three would leave room for one program a multiprocessor). Loads that
+feed products there must be copies of 16 bytes, which is why strides come in such units: other loads go through registers, and Triton 3.6
+then leaves out the fence that the product needs (`tests/kernels/sm90.py`).
 
-Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx, e1, e2 (and w), h, dh, writes dq, dk (and dw): 3.1 (3.6) KB; dq and dk are
-read again for the norms, from the cache.
+Cost, D = 128, 16 bit, a token and head: reads q, k, u, do, dx, e1, e2 (and w), h, dh, writes dq, dk (and dw): 3.1 (3.6) KB; h, w, dq and dk
+are read again, from the cache.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def _around(later, earlier, C: tl.constexpr):
 @triton.jit
 def through_norm(
     dx, x, r, along, token, count, x_stride, H, head,
-    K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dx [N, H, K], which holds r dxhat where xhat = r x, becomes the gradient of x; along: x . (r dxhat)."""
     for d in tl.range(0, K, BLOCK, num_stages=1):
@@ -104,11 +107,11 @@ def kept(h, dh, chunk, H, head, d, K: tl.constexpr, V: tl.constexpr, BV: tl.cons
 def _gradients(
     q, k, w, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
     dq, dk, dw, dg,  # outputs
-    chunks, H, q_stride, k_stride,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    chunks, H, q_units, k_units,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     SCALAR: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k.
+    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. q_units, k_units: token strides in UNITs of 16 bytes.
 
     A sum over the accumulator of a product that a later product goes on with came out wrong on Hopper (Triton 3.6, 4 warps): so the
     products that are summed end there, and the next ones are added to them.
@@ -121,14 +124,13 @@ def _gradients(
     query_read, key_read, write = load_row(rows, QUERY_READ, at, C), load_row(rows, KEY_READ, at, C), load_row(rows, WRITE, at, C)
     to_state, from_state, passed = beta * 0.0, beta * 0.0, 0.0
     along_q, along_k = beta * 0.0, beta * 0.0
-    for d in tl.range(0, K, BLOCK, num_stages=1):
-        token = _again(chunks, chunk)
-        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+    q_stride, k_stride = q_units * UNIT, k_units * UNIT
+    write_keys, write_stride = k, k_stride
+    if PRECONDITION:
+        write_keys, write_stride = w, H * K
+    for d in tl.range(0, K, BLOCK, num_stages=2):  # the query that reads
         Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
-        W = Key
-        if PRECONDITION:
-            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-        # the query that reads
+        W = load_tile(write_keys, token, count, write_stride, head, d, K, BLOCK, C)
         grad = state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
         if SCALAR:
             from_state += tl.sum(grad * Q.to(tl.float32), 1)
@@ -136,26 +138,32 @@ def _gradients(
         if NORMALIZE:
             along_q += tl.sum(grad * Q.to(tl.float32), 1)
         store_tile(dq, grad, token, count, H * K, head, d, K, BLOCK, C)
-        # the key that reads
-        token = _again(chunks, chunk)
+    for d in tl.range(0, K, BLOCK, num_stages=2):  # the key that reads
+        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+        W = Key
+        if PRECONDITION:
+            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
         grad = state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
         if SCALAR:
             from_state += tl.sum(grad * Key.to(tl.float32), 1)
         grad += tl.dot(load_tile(e1, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
-        if PRECONDITION:
-            store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
-        # the key that writes
-        token = _again(chunks, chunk)
-        grad_w = state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
+        store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
+    if not PRECONDITION:
+        tl.debug_barrier()  # the threads read each other's stores
+    for d in tl.range(0, K, BLOCK, num_stages=1):  # the key that writes
+        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+        Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
+        grad = state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
         if SCALAR:
-            to_state += tl.sum(grad_w * W.to(tl.float32), 1)
+            W = load_tile(write_keys, token, count, write_stride, head, d, K, BLOCK, C)
+            to_state += tl.sum(grad * W.to(tl.float32), 1)
             passed += tl.sum(kept(h, dh, chunk, H, head, d, K, V, BV, BLOCK))
         near = tl.dot(tl.trans(load_tile(e1, token, count, H * C, head, 0, C, C, C)), Key, input_precision=PRECISION)
-        grad_w += tl.dot(tl.trans(load_tile(e2, token, count, H * C, head, 0, C, C, C)), Q, near, input_precision=PRECISION)
+        grad += tl.dot(tl.trans(load_tile(e2, token, count, H * C, head, 0, C, C, C)), Q, near, input_precision=PRECISION)
         if PRECONDITION:
-            store_tile(dw, grad_w, token, count, H * K, head, d, K, BLOCK, C)
+            store_tile(dw, grad, token, count, H * K, head, d, K, BLOCK, C)
         else:
-            grad += grad_w
+            grad += load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
             if NORMALIZE:
                 along_k += tl.sum(grad * Key.to(tl.float32), 1)
             store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
@@ -165,9 +173,9 @@ def _gradients(
         tl.store(dg + place, grad_g + tl.load(between + place, mask=i < count, other=0.0), mask=i < count)
     if NORMALIZE:
         tl.debug_barrier()  # the threads read each other's stores
-        through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BK, BLOCK, C)
+        through_norm(dq, q, rq, along_q, token, count, q_stride, H, head, K, BLOCK, C)
         if not PRECONDITION:
-            through_norm(dk, k, rk, along_k, token, count, k_stride, H, head, K, BK, BLOCK, C)
+            through_norm(dk, k, rk, along_k, token, count, k_stride, H, head, K, BLOCK, C)
 
 
 def backward(
@@ -179,12 +187,13 @@ def backward(
     made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
     dg = None if x.decay is None else x.decay.new_empty(N, H)
     dw = made[2] if preconditioned else None
-    choice = setting("gradients", x.k)
+    choice, unit = setting("gradients", x.k), 16 // x.k.element_size()
     launch(
         _gradients, M * H, x.key,
         x.q, x.k, solved.w, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, made[0], made[1], dw, dg,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0),
-        K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,
+        layout.chunks, H, x.q.stride(0) // unit, x.k.stride(0) // unit,
+        K=K, V=V, BV=min(32 if wide else 128, power_of_2(V)),
+        BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit,
         SCALAR=x.decay is not None, PRECONDITION=preconditioned, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
+NUMBERS = (int, float, type(None))
 KEPT = 4096  # variants; then all are forgotten, and looked up by Triton again
 
 _compiled: dict = {}
@@ -24,12 +27,18 @@ def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num
     """kernel[(programs,)](*arguments, **constants): arguments in order, then the kernel's constants by name, in its order."""
     if programs == 0:
         return
-    place = (kernel, key, arguments[0].device, num_warps, num_stages, maxnreg, *constants.values())
+    device = arguments[0].device
+    # the function: a kernel of Triton takes a lock to be hashed
+    place = (kernel.fn, key, device, num_warps, num_stages, maxnreg, *constants.values())
     found = _compiled.get(place)
     if found is not None:
         # an address costs less than a tensor, whose address Triton asks the driver about
-        plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-        found[(programs, 1, 1)](*plain, *constants.values())
+        plain = [x if x.__class__ in NUMBERS else x.data_ptr() for x in arguments]
+        if knobs.runtime.launch_enter_hook is not None:  # a profiler of Triton's listens
+            found[(programs, 1, 1)](*plain, *constants.values())
+            return
+        stream = driver.active.get_current_stream(device.index)
+        found.run(programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *plain, *constants.values())
         return
     made = kernel[(programs,)](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
     if made is not None:

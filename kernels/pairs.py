@@ -59,12 +59,12 @@ def _between(pairs, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr)
 def _pairs(
     k, w, qw, rows, u, dx, do, v, o,  # inputs
     e1, e2, dv, dbeta, between, along_q, along_k,  # outputs
-    chunks, H, k_stride, v_stride, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    SCALAR: tl.constexpr, ALONG: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    chunks, H, k_units, v_stride, scale,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    UNIT: tl.constexpr, SCALAR: tl.constexpr, ALONG: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Formulas above. One program a chunk and head. SCALAR: there is a decay a head. ALONG: along_q and along_k are wanted.
-    PRECONDITION: w holds the write keys."""
+    PRECONDITION: w holds the write keys. k_units: k's token stride in UNITs of 16 bytes."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -101,8 +101,8 @@ def _pairs(
     store_tile(e2, two * span * (scale * rq)[:, None], token, count, H * C, head, 0, C, C, C)
     if SCALAR:
         products = tl.zeros((C, C), tl.float32)
-        for d in tl.range(0, K, BLOCK, num_stages=1):
-            Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
+        for d in tl.range(0, K, BLOCK, num_stages=3):
+            Key = load_tile(k, token, count, k_units * UNIT, head, d, K, BLOCK, C)
             W = Key
             if PRECONDITION:
                 W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
@@ -120,12 +120,13 @@ def backward(x: Inputs, solved: Solved, layout: Layout, o: Tensor, u: Tensor, dx
     between = torch.empty(N, H, dtype=torch.float32, device=x.k.device) if scalar else None
     channel = x.decay_kind == "channel"
     along_q, along_k = torch.empty(2, cdiv(N * H, 4) * 4, dtype=torch.float32, device=x.k.device) if channel else (None, None)
-    choice, wide = setting("pairs", x.k), x.k.dtype == torch.float32
+    choice, wide, unit = setting("pairs", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     launch(
         _pairs, M * H, x.key,
         x.k, solved.w, solved.qw, solved.rows, u, dx, do, x.v, o, e1, e2, dv, dbeta, between, along_q, along_k,
-        layout.chunks, H, x.k.stride(0), x.v.stride(0), x.scale,
-        K=K, V=V, BK=power_of_2(K), BV=min(32 if wide else 128, power_of_2(V)), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk,
+        layout.chunks, H, x.k.stride(0) // unit, x.v.stride(0), x.scale,
+        K=K, V=V, BV=min(32 if wide else 128, power_of_2(V)),
+        BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit,
         SCALAR=scalar, ALONG=channel, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if wide else tl.bfloat16,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,

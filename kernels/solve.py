@@ -89,7 +89,7 @@ def _norms(x, token, count, stride, head, K: tl.constexpr, BD: tl.constexpr, C: 
     norms = tl.full((C,), 1.0, tl.float32)
     if NORMALIZE:
         squares = tl.zeros((C,), tl.float32)
-        for d in range(0, K, BD):
+        for d in tl.range(0, K, BD, num_stages=3):
             part = load_tile(x, token, count, stride, head, d, K, BD, C).to(tl.float32)
             squares += tl.sum(part * part, 1)
         norms = tl.rsqrt(squares + 1e-6)
@@ -118,7 +118,7 @@ def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr,
 @triton.jit
 def _solve(
     q, k, beta, decay, forget, gain, center, a_start,  # inputs
-    t, qw, w, rows, whole, masks, inverses,  # outputs; masks and inverses are scratch, t in other dtypes
+    t, qw, w, rows, whole, inverses,  # outputs; inverses is scratch: t, in the dtype of the solve's products
     chunks, H, q_stride, k_stride, scale, log_bound, eps,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
@@ -129,19 +129,17 @@ def _solve(
     i = tl.arange(0, C)
     at = chunk.to(tl.int64) * H + head
     rk = _norms(k, token, count, k_stride, head, K, BD, C, NORMALIZE)
-    rq = _norms(q, token, count, q_stride, head, K, BD, C, NORMALIZE)
     kw, qw_ = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    squares = tl.zeros((C,), tl.float32)
     lacks = rk  # what the stored write key lacks
     if PRECONDITION:
         lacks = tl.full((C,), 1.0, tl.float32)
         high, low = cumulate(load_gate(forget, token, count, H, head, C))
         decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0).to(DOT)
-        if masks is not None:
-            decayed = through_memory(masks, decayed, token, count, H, head, C)
         grown = tl.exp2(high + low)
         c = load_gate(gain, token, count, H, head, C)
         m = tl.load(center + head)
-    for first in range(0, K, BD):
+    for first in tl.range(0, K, BD, num_stages=2):  # the loads of a step are all on their way before it waits for the first
         key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
         write = key
         if PRECONDITION:
@@ -151,8 +149,13 @@ def _solve(
         kw = tl.dot(key, tl.trans(write), kw, input_precision=PRECISION)
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
         qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
+        if NORMALIZE:
+            squares += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
         if PRECONDITION:  # after the products, whose fence a change of layout must not precede
             store_tile(w, write, token, count, H * K, head, first, K, BD, C)
+    rq = tl.full((C,), 1.0, tl.float32)
+    if NORMALIZE:
+        rq = tl.rsqrt(squares + 1e-6)
     gate = load_gate(beta, token, count, H, head, C)
     store_row(rows, gate, BETA, at, count, C)
     store_row(rows, rk, KEY_NORM, at, count, C)
@@ -180,13 +183,12 @@ def _solve(
     store_tile(t, -solved, token, count, H * C, head, 0, C, C, C)
 
 
-def scratch(x: Inputs, t: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Room for M_p in bf16 and for D in the dtype of the solve's products: t [N, H, C], which is written last, but where D is in fp32. None
-    for fp32 inputs, whose products of 32 rows take any left operand."""
+def scratch(x: Inputs, t: Tensor) -> Tensor | None:
+    """Room for D in the dtype of the solve's products: t [N, H, C], which is written last, but where D is in fp32. None for fp32 inputs,
+    whose products of 32 rows take any left operand."""
     if x.k.dtype == torch.float32:
-        return None, None
-    inverses = t.view(torch.float16) if x.normalize else torch.empty(t.shape, dtype=torch.float32, device=t.device)
-    return t.view(torch.bfloat16), inverses
+        return None
+    return t.view(torch.float16) if x.normalize else torch.empty(t.shape, dtype=torch.float32, device=t.device)
 
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
@@ -198,10 +200,10 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     numbers = torch.empty(M * H * (kinds * C + 1), dtype=torch.float32, device=x.k.device)
     rows, whole = numbers[: M * H * kinds * C].view(M, H, kinds, C), numbers[M * H * kinds * C :].view(M, H)
     choice, wide = setting("solve" if w is None else "solve_preconditioned", x.k), x.k.dtype == torch.float32
-    masks, inverses = scratch(x, t)
+    inverses = scratch(x, t)
     launch(
         _solve, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole, masks, inverses,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole, inverses,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
         K=K, BD=min(choice.block, power_of_2(K)), C=C,
         DECAY=x.decay is not None, PRECONDITION=x.forget is not None,

@@ -49,7 +49,6 @@ from kernels.tiles import (
     spans,
     store_row,
     store_tile,
-    through_memory,
 )
 from kernels.tuned import setting
 
@@ -57,7 +56,7 @@ from kernels.tuned import setting
 @triton.jit
 def _keys(
     q, k, beta, decay, forget, gain, center, a_start, table,  # inputs
-    w, rows, whole, kr, qr, wd, masks,  # outputs; masks [N, H, C] is scratch
+    w, rows, whole, kr, qr, wd,  # outputs
     chunks, H, q_stride, k_stride, decay_stride, scale, log_bound, eps,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, DOT: tl.constexpr, GATES: tl.constexpr,
@@ -76,8 +75,6 @@ def _keys(
         lacks = tl.full((C,), 1.0, tl.float32)
         high, low = cumulate(load_gate(forget, token, count, H, head, C))
         decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0).to(DOT)
-        if masks is not None:
-            decayed = through_memory(masks, decayed, token, count, H, head, C)
         grown = tl.exp2(high + low)
         c = load_gate(gain, token, count, H, head, C)
         m = tl.load(center + head)
@@ -196,11 +193,11 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     wide, strides = x.k.dtype == torch.float32, (x.q.stride(0), x.k.stride(0), x.decay_stride)
     gates, precision = tl.float32 if wide else tl.float16, dot_precision(x.k)
     table = sums(C, torch.float32 if wide else torch.float16, x.k.device)
-    masks, inverses = scratch(x, t)
+    inverses = scratch(x, t)
     choice = setting("keys", x.k)
     launch(
         _keys, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, table, w, rows, whole, kr, qr, wd, masks,
+        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, table, w, rows, whole, kr, qr, wd,
         layout.chunks, H, *strides, x.scale, x.log_bound, x.eps,
         K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
         NORMALIZE=x.normalize, PRECISION=precision, DOT=tl.float32 if wide else tl.bfloat16, GATES=gates,

@@ -51,13 +51,18 @@ CHANNELS = 16  # of the chain's programs
 
 
 @triton.jit
+def _add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
 def _inside(
     k, rows, forget, gain, center, a_start, dw,  # inputs
     dk, dforget, dgain, dcenter, dstart, keep,  # outputs, fp32 but for dk, which holds the part of the key that reads
-    chunks, H, k_stride, log_bound, eps,
-    K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    chunks, H, k_units, log_bound, eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. One program a chunk and head, BLOCK channels at a time."""
+    """Formulas above. One program a chunk and head, BLOCK channels at a time. k_units: k's token stride in UNITs of 16 bytes."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -69,9 +74,9 @@ def _inside(
     earlier = tl.where(own, 0.0, spans(high, low, count, C)).to(DOT)
     later = tl.where(own, 0.0, spans_transposed(high, low, count, C)).to(DOT)
     sum_p, sum_c, sum_m = rk * 0.0, rk * 0.0, rk * 0.0
-    for first in tl.range(0, K, BLOCK, num_stages=1):
+    for first in tl.range(0, K, BLOCK, num_stages=3):
         d = first + tl.arange(0, BLOCK)
-        khat = load_tile(k, token, count, k_stride, head, first, K, BLOCK, C).to(tl.float32) * rk[:, None]
+        khat = load_tile(k, token, count, k_units * UNIT, head, first, K, BLOCK, C).to(tl.float32) * rk[:, None]
         gained = c[:, None] * khat * khat
         prior = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
         prior = tl.dot(earlier, gained.to(DOT), prior, input_precision=PRECISION)
@@ -82,14 +87,15 @@ def _inside(
         write = load_tile(dw, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
         write *= tl.exp2(r * slope * (-LOG2E * log_bound))
         dr = write * khat * slope * slope * -log_bound
-        sum_m -= tl.sum(dr, 1)
         inverse = tl.rsqrt(a)
         da = dr * inverse * inverse
         da = tl.dot(later, da.to(DOT), da, input_precision=PRECISION)
-        sum_p += tl.sum(prior * da, 1)
-        sum_c += tl.sum(khat * khat * da, 1)
+        moved = khat * da
+        # as one reduction: of dr alone it would be made in another layout, after a passage through shared memory
+        row_p, row_c, row_m = tl.reduce((prior * da, khat * moved, dr), 1, _add_three)
+        sum_p, sum_c, sum_m = sum_p + row_p, sum_c + row_c, sum_m - row_m
         tl.store(dstart + at * K + d, tl.sum(tl.where((i == 0)[:, None], grown[:, None] * da, 0.0), 0), mask=d < K)
-        write += 2 * c[:, None] * khat * da
+        write += moved * (2 * c)[:, None]
         read = load_tile(dk, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
         store_tile(dk, read + rk[:, None] * write, token, count, H * K, head, first, K, BLOCK, C)
     place = (token + i).to(tl.int64) * H + head
@@ -147,33 +153,44 @@ def _add_up(centers, dcenter, head, M, H):
 def _finish(
     k, rows, forget, gain, a_start, d_end, own_forget, own_gain,  # inputs
     centers, dk, dforget, dgain, dcenter,  # outputs; dk holds the chunk's own part; dcenter [H] is the sum of the chunks' centers [M, H]
-    chunks, M, H, k_stride,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
+    chunks, M, H, k_units,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. One program a chunk and head, and one more a head for dcenter."""
+    """Formulas above. One program a chunk and head, and one more a head for dcenter. The rows' sums first, then dk, BLOCK channels at a
+    time: whole tiles would leave room for few programs."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     if chunk == M:
         _add_up(centers, dcenter, head, M, H)
         return
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    i, d = tl.arange(0, C), tl.arange(0, BK)
-    key = load_tile(k, token, count, k_stride, head, 0, K, BK, C).to(tl.float32)
-    grad = load_tile(dk, token, count, H * K, head, 0, K, BK, C).to(tl.float32)
-    D = tl.load(d_end + at * K + d, mask=d < K, other=0.0)
-    met = tl.sum(tl.load(a_start + at * K + d, mask=d < K, other=0.0) * D)
+    i = tl.arange(0, C)
     rk = load_row(rows, KEY_NORM, at, C)
     high, low = cumulate(load_gate(forget, token, count, H, head, C))
     c = load_gate(gain, token, count, H, head, C)
     end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
     left = tl.exp2((end - high) + (end_low - low))
-    kappa = rk * rk * tl.sum(key * key * D[None, :], 1)
-    grad += (2 * c * left * rk * rk)[:, None] * key * D[None, :]
-    if NORMALIZE:
-        grad -= (rk * rk * tl.sum(grad * key, 1))[:, None] * key
-    store_tile(dk, grad, token, count, H * K, head, 0, K, BK, C)
+    kappa, along, met = rk * 0.0, rk * 0.0, 0.0
+    for first in tl.range(0, K, BLOCK, num_stages=3):
+        d = first + tl.arange(0, BLOCK)
+        key = load_tile(k, token, count, k_units * UNIT, head, first, K, BLOCK, C).to(tl.float32)
+        grad = load_tile(dk, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+        D = tl.load(d_end + at * K + d, mask=d < K, other=0.0)
+        met += tl.sum(tl.load(a_start + at * K + d, mask=d < K, other=0.0) * D)
+        kappa += tl.sum(key * key * D[None, :], 1)
+        along += tl.sum(grad * key, 1)
+    given = 2 * c * left * rk * rk
+    along = (along + given * kappa) * rk * rk
+    kappa *= left * rk * rk
+    for first in tl.range(0, K, BLOCK, num_stages=3):
+        d = first + tl.arange(0, BLOCK)
+        key = load_tile(k, token, count, k_units * UNIT, head, first, K, BLOCK, C).to(tl.float32)
+        grad = load_tile(dk, token, count, H * K, head, first, K, BLOCK, C).to(tl.float32)
+        grad += given[:, None] * key * tl.load(d_end + at * K + d, mask=d < K, other=0.0)[None, :]
+        if NORMALIZE:
+            grad -= along[:, None] * key
+        store_tile(dk, grad, token, count, H * K, head, first, K, BLOCK, C)
     place = (token + i).to(tl.int64) * H + head
-    kappa = left * kappa
     tl.store(dgain + place, tl.load(own_gain + place, mask=i < count, other=0.0) + kappa, mask=i < count)
     grad_forget = tl.exp2(end + end_low) * met + _around(kappa * 0.0, c * kappa, C)
     tl.store(dforget + place, tl.load(own_forget + place, mask=i < count, other=0.0) + grad_forget, mask=i < count)
@@ -196,12 +213,12 @@ def backward(
     (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
     start, d_end, da_0 = torch.empty(2 * M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, M, S])
     centers, keep, dcenter, *own = _buffers(((M, H), (M, H), (1, H), (N, H), (N, H)), x.k.device)
-    choice, wide = setting("statistic_inside", x.k), x.k.dtype == torch.float32
+    choice, wide, unit = setting("statistic_inside", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     launch(
         _inside, M * H, x.key,
         x.k, solved.rows, x.forget, x.gain, x.center, a_start, gradients.w, gradients.k, *own, centers, start, keep,
-        layout.chunks, H, x.k.stride(0), x.log_bound, x.eps,
-        K=K, BK=power_of_2(K), BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, DOT=tl.float32 if wide else tl.bfloat16,
+        layout.chunks, H, x.k.stride(0) // unit, x.log_bound, x.eps,
+        K=K, BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit, DOT=tl.float32 if wide else tl.bfloat16,
         PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     step = max(2, min(STEP, power_of_2(layout.longest)))
@@ -220,8 +237,8 @@ def backward(
     launch(
         _finish, (M + 1) * H, (x.key, M == 1, M % 16 == 0),
         x.k, solved.rows, x.forget, x.gain, a_start, d_end, *own, centers, gradients.k, dforget, dgain, dcenter,
-        layout.chunks, M, H, x.k.stride(0),
-        K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps,
+        layout.chunks, M, H, x.k.stride(0) // unit,
+        K=K, BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit, NORMALIZE=x.normalize, num_warps=choice.warps,
         num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     return dforget, dgain, dcenter[0], da_0

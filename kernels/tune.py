@@ -37,7 +37,7 @@ CANDIDATES = {
     "gradients": [Setting(block, 4, 1) for block in (64, 128)],
     "gradients_channel": [Setting(64, 4, 1)],
     "statistic_inside": [Setting(64, 4, 1, registers) for registers in (None, 168)],
-    "statistic_finish": [Setting(0, warps, 1) for warps in (4, 8)],
+    "statistic_finish": [Setting(block, 4, 1) for block in (32, 64, 128)],
 }
 
 

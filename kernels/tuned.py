@@ -58,7 +58,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "gradients": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "statistic_inside": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 8, 1))),
-    "statistic_finish": (Row(2, 128, ANY, Setting(0, 4, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
+    "statistic_finish": (Row(2, ANY, ANY, Setting(64, 4, 1, 128)), Row(4, ANY, ANY, Setting(32, 4, 1))),
 }
 
 

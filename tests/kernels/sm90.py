@@ -8,7 +8,6 @@ Triton's own launcher would see.
 import re
 import subprocess
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -75,28 +74,46 @@ def _resources(compiled) -> dict:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     spilled = sum(int(n) for n in re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
-    return {"registers": registers, "spilled": spilled, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async")} | _faults(
-        compiled.asm["ptx"]
-    )
+    found = {"registers": registers, "spilled": spilled, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async")}
+    return found | _faults(compiled.asm["ptx"], compiled.asm["ttgir"])
 
 
-def _faults(ptx: str) -> dict:
+def _faults(ptx: str, ttgir: str) -> dict:
     """Two faults of the tools on Hopper (kernels/LOG.md). unfenced: products in whose sight shared memory was written without first the
-    fence, then a barrier, so that they can read a right operand before other warps' stores are seen. narrow: 16-bit products with right
-    operands of fewer than 64 columns."""
-    marks = re.findall(r"st\.shared|stmatrix|fence\.proxy\.async|bar\.sync|wgmma\.mma_async\.sync\.aligned\.m64n\d+k16", ptx)
-    written, fenced, unfenced = False, False, 0
-    for mark, after in pairwise([*marks, ""]):
+    fence, then a barrier, so that they can read a right operand before other warps' stores are seen; not those whose operands in shared
+    memory were all copied there asynchronously, which need none. narrow: 16-bit products with right operands of fewer than 64 columns."""
+    wanted = r"st\.shared|stmatrix|fence\.proxy\.async|bar\.sync|wgmma\.commit_group|wgmma\.mma_async\.sync\.aligned\.m64n\d+k16"
+    copied = iter(_copied(ttgir))
+    written, fenced, unfenced, narrow = False, False, 0, 0
+    for mark in re.findall(wanted, ptx):
         if mark.startswith("st"):
             written, fenced = True, False
         elif mark.startswith("fence"):
             fenced = True
         elif mark.startswith("bar"):
             written = written and not fenced
-        elif written:
-            unfenced += not after.startswith("wgmma")
-    narrow = sum(m.startswith("wgmma") and int(re.search(r"n(\d+)k", m).group(1)) < 64 for m in marks)
+        elif mark == "wgmma.commit_group":  # one a product
+            unfenced += not next(copied) and written
+        else:
+            narrow += int(re.search(r"n(\d+)k", mark).group(1)) < 64
     return {"unfenced": unfenced, "narrow": narrow}
+
+
+def _copied(ttgir: str) -> list[bool]:
+    """Of each product in order, whether asynchronous copies alone fill the buffers that it reads from shared memory."""
+    lines, buffer, copied, stored, products = ttgir.splitlines(), {}, set(), set(), []
+    for number, line in enumerate(lines):  # in order: loops use names again
+        if view := re.search(r"(%\S+) = ttg\.memdesc_\w+ (%[^\s\[,]+)", line):
+            buffer[view[1]] = buffer.get(view[2], view[2])
+        elif made := re.search(r"(%\S+) = ttg\.local_alloc", line):
+            buffer[made[1]] = number
+        elif copy := re.search(r"ttg\.async_copy_global_to_local %\S+, (%\S+)", line):
+            copied.add(buffer[copy[1]])
+        elif store := re.search(r"ttg\.local_store %\S+, (%\S+)", line):
+            stored.add(buffer[store[1]])
+        elif product := re.search(r"= ttng\.warp_group_dot (%\S+), (%\S+), .*?} : (tensor)?", line):
+            products.append([buffer[x] for x in product.groups()[product[3] is not None : 2]])
+    return [all(x in copied - stored for x in read) for read in products]
 
 
 def variants(what: str) -> list[dict]:
@@ -109,8 +126,8 @@ def variants(what: str) -> list[dict]:
         tables.LONG = 2  # then two chunks are two pieces
 
     dtype = torch.float32 if "fp32" in what else torch.bfloat16
-    H, K, V, T, device = 4, 128, 128, 128, torch.device("cpu")
-    flags = [("channel" in what, False)] if "plain" in what else [(True, True)]
+    H, K, V, T, device = *((3, 120, 104) if "odd" in what else (4, 128, 128)), 128, torch.device("cpu")
+    flags = [("channel" in what or "odd" in what, False)] if "plain" in what else [(True, True)]
     with Compilations() as compilations:
         for decay, precondition in flags:
             q, k, v = (torch.zeros(T, H, D, dtype=dtype, requires_grad=True) for D in (K, K, V))

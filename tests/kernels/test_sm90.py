@@ -18,7 +18,10 @@ LIMIT = 232448  # bytes of shared memory a block
 SPILLED = {"_gradients": 1024, "_reads": 768, "_writes": 1536, "_inside": 512, "_pairs": 512, "_solve": 128}
 
 
-@pytest.mark.parametrize("what", ["16 bit", "16 bit, plain, long", "fp32", "16 bit, channel, long", "fp32, channel"])
+KINDS = ["16 bit", "16 bit, odd", "16 bit, plain, long", "16 bit, plain, odd", "fp32", "16 bit, channel, long", "fp32, channel"]
+
+
+@pytest.mark.parametrize("what", KINDS)
 def test_variants(what):
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run([sys.executable, HERE / "sm90.py", what], capture_output=True, text=True, env=environment, timeout=600)
