@@ -34,6 +34,7 @@ class GateColumns(NamedTuple):
     rank: int = 0
     low: int | None = None  # what the channel decay's second product reads
     output: int | None = None  # what the output gate's second product reads
+    unused: int = 0  # at the end: nothing reads them, and their gradient is zero
 
 
 class GateParameters(NamedTuple):
@@ -118,8 +119,8 @@ def check_gates(x: Tensor, columns: GateColumns, parameters: GateParameters, fir
         if column != end:
             raise ValueError(f"columns {columns} must follow each other from {first} on: one starts at {column}, and not at {end}")
         end += sizes[column]
-    if end != x.shape[-1]:
-        raise ValueError(f"columns {columns} end at {end}, and x {list(x.shape)} has {x.shape[-1]}")
+    if end + columns.unused != x.shape[-1]:
+        raise ValueError(f"columns {columns} end at {end + columns.unused}, and x {list(x.shape)} has {x.shape[-1]}")
     own = columns.forget is not None and columns.forget != columns.decay
     wanted = {"A_log": columns.decay is not None, "dt_bias": columns.decay is not None, "forget_A_log": own, "forget_dt_bias": own}
     wanted["center"] = columns.gain is not None

@@ -69,7 +69,7 @@ def mixer_inputs_step(
 
 
 def _check(x: Tensor, conv_weight: Tensor, columns: GateColumns, parameters: GateParameters, backend: str) -> Tensor:
-    """The columns of the convolution, of an x that has these and those of the gates and no others."""
+    """The columns of the convolution, of an x that has these, those of the gates and as many unused ones as `columns` says."""
     check_backend(backend, x, "x")
     width = conv_weight.shape[0]
     if width % 3 or width > x.shape[-1]:

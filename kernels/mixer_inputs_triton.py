@@ -125,6 +125,8 @@ class _MixerInputs(torch.autograd.Function):
         *dparts, dfinal, dbeta, ddecay, dforget, dgain, dcenter, dlow, doutput = (aligned(grad) for grad in grads)
         blocks = call.blocks(BACKWARD_ROWS, x.device)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if c and c.unused:
+            dx[:, -c.unused :] = 0
         unit = row_unit(x, dx)
         dinitial = None if initial is None else torch.empty_like(initial)
         gate_programs, programs = _programs(call, blocks, N)

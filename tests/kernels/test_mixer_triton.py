@@ -128,7 +128,7 @@ W = 3 * H * K
 ALL = ("A_log", "dt_bias", "forget_A_log", "forget_dt_bias", "center")
 COLUMNS = {
     "dn": (GateColumns(H, W, factor=2), ()),
-    "gdn": (GateColumns(H, W, W + H), ALL[:2]),
+    "gdn": (GateColumns(H, W, W + H, unused=2), ALL[:2]),
     "pdn, gain tied": (GateColumns(H, W, None, W + H, W), ALL[2:]),
     "pgdn": (GateColumns(H, W, W + H, W + 2 * H, W + 3 * H), ALL),
     "pgdn, tied": (GateColumns(H, W, W + H, W + H, W, factor=2), ("A_log", "dt_bias", "center")),
@@ -138,7 +138,7 @@ COLUMNS = {
 
 def columns_of(columns):
     ends = [first + H for first in columns[1:5] if first is not None]
-    return max(ends + [columns.output + K] if columns.output else ends)
+    return max(ends + [columns.output + K] if columns.output else ends) + columns.unused
 
 
 @pytest.mark.parametrize("which", COLUMNS)
@@ -173,7 +173,7 @@ def test_mixer_inputs_step(which):
     "columns, parameters, words",
     [
         (COLUMNS["pgdn"][0]._replace(gain=W + 4 * H), {}, ["columns", "starts at 48", "45"]),
-        (GateColumns(H, W, W + H), {}, ["columns", "end at 42", "48"]),
+        (GateColumns(H, W, W + H, unused=1), {}, ["columns", "end at 43", "48"]),
         (COLUMNS["pgdn"][0], {"A_log": None}, ["parameters.A_log", "[3]", "None"]),
         (COLUMNS["pgdn"][0], {"center": torch.zeros(2)}, ["parameters.center", "[3]", "[2]"]),
         (COLUMNS["pgdn"][0], {"center": torch.zeros(3).half()}, ["parameters", "dtype", "float16"]),

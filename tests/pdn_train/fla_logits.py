@@ -39,7 +39,7 @@ def make(kind: str, folder: Path) -> None:
         if parameter.ndim == 2 and "conv" not in name:
             parameter.data *= 3
     folder.mkdir(parents=True)
-    write_weights(folder, to_fla(model.state_dict(), config))
+    write_weights(folder, to_fla(model.state_dict(), config), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(to_json(config, {"seq_len": 256}, 2, 1)))
 
 

@@ -133,7 +133,7 @@ def test_one_of_another_version_is_refused_with_the_way_out(root, monkeypatch):
     monkeypatch.setattr(checkpoint, "VERSION", 1)
     checkpoints = save(root, 10)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="version 1, this code reads 2: go on with the code that wrote it"):
+    with pytest.raises(CheckpointError, match="version 1, this code reads 3: go on with the code that wrote it"):
         checkpoints.newest()
 
 

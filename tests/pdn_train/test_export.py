@@ -76,6 +76,15 @@ def test_an_export_of_an_export_is_the_same(run, tmp_path):
 # ---- refusals ----
 
 
+@pytest.mark.parametrize("limit", [None, 20_000])
+def test_one_of_another_version_is_refused_with_the_way_out(run, tmp_path, monkeypatch, limit):
+    """Its rows may have another order, which no shape shows."""
+    monkeypatch.setattr(export, "VERSION", 2)
+    export.export(run[0], tmp_path / "old", limit)
+    with pytest.raises(WeightsError, match="is of version 2, this code reads 3: export the run again"):
+        weights.load_weights(tmp_path / "old")
+
+
 def test_an_existing_folder_is_refused_and_left_alone(run, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(WeightsError, match="out exists"):

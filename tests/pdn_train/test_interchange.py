@@ -91,7 +91,7 @@ def test_rows_go_where_the_names_say(folders):
     assert torch.equal(stored["model.layers.1.attn.k_proj.weight"], mixer.in_proj.weight[width : 2 * width])
     assert torch.equal(stored["model.layers.1.attn.v_conv1d.weight"][:, 0], mixer.conv_weight[2 * width :])
     assert torch.equal(stored["model.layers.1.mlp.up_proj.weight"], model.blocks[1].mlp.gate_up_proj.weight[48:])
-    names = ("b_proj", "f_proj.0", "g_proj.0", "a_proj", "b_atk_proj")  # the columns beta, decay, gate, precond_decay, precond_gain
+    names = ("f_proj.0", "g_proj.0", "b_proj", "a_proj", "b_atk_proj")  # the columns decay, gate, beta, precond_decay, precond_gain
     parts = mixer.in_proj.weight.split(list(mixer.input_columns.values()))[3:]
     assert all(torch.equal(stored[f"model.layers.1.attn.{n}.weight"], part) for n, part in zip(names, parts, strict=True))
     assert torch.equal(stored["lm_head.weight"], stored["model.embeddings.weight"])

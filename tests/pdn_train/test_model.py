@@ -45,8 +45,8 @@ def plain_norm(x, weight):
 
 def gate_columns(c):
     """The columns after those of q, k and v, in order: name -> number."""
-    columns = {"beta": c.num_heads}
-    columns |= {"none": {}, "scalar": {"decay": c.num_heads}, "channel": {"decay": c.head_dim, "gate": c.head_dim}}[c.mixer.decay]
+    columns = {"decay": c.head_dim, "gate": c.head_dim} if c.mixer.decay == "channel" else {}
+    columns |= {"beta": c.num_heads} | ({"decay": c.num_heads} if c.mixer.decay == "scalar" else {})
     if c.preconditioned and not (c.tie_gates and c.recurrence == "pgdn"):
         columns["precond_decay"] = c.num_heads
     if c.preconditioned and not c.tie_gates:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from pdn_train.config import OptimConfig
+from pdn_train.config import ModelConfig, OptimConfig
+from pdn_train.model import LanguageModel
 from pdn_train.optim import build_optimizer, guard, learning_rate, set_learning_rate
 
 
@@ -92,3 +93,18 @@ def test_the_rate_reaches_every_group():
     optimizer = build_optimizer(small_model().named_parameters(), OptimConfig())
     set_learning_rate(optimizer, 0.25)
     assert {g["lr"] for g in optimizer.param_groups} == {0.25}
+
+
+@pytest.mark.parametrize("decay_all", [True, False])
+def test_weights_laid_out_in_order_start_at_whole_16_bytes(decay_all):
+    config = ModelConfig(recurrence="pgdn", hidden_size=48, num_layers=2, num_heads=3, head_dim=16, vocab_size=64)
+    optimizer = build_optimizer(LanguageModel(config).named_parameters(), OptimConfig(decay_all=decay_all))
+    odd = 0
+    for group in optimizer.param_groups:
+        start = 0
+        for parameter in group["params"]:
+            whole = parameter.numel() % 8 == 0
+            assert start % 8 == 0 or not whole, tuple(parameter.shape)
+            odd += not whole
+            start += parameter.numel()
+    assert odd >= 4  # the gates' rates of 3 heads
