@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.passes import check_backend, on_device
+from kernels.product import linear
 
 
 def swiglu(x: Tensor, backend: str = "torch") -> Tensor:
@@ -26,7 +27,7 @@ def swiglu_linear(x: Tensor, weight: Tensor, backend: str = "torch") -> Tensor:
     if weight.shape[1] != x.shape[-1] // 2:
         raise ValueError(f"weight has shape {list(weight.shape)}: for x {list(x.shape)} it must be [D, {x.shape[-1] // 2}]")
     if backend == "torch":
-        return F.linear(swiglu(x), weight)
+        return linear(swiglu(x), weight)
     from kernels import swiglu_triton
 
     with on_device(x):

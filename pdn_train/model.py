@@ -33,6 +33,7 @@ from kernels.gates import GateColumns, GateParameters, HeadGates, channel_decay
 from kernels.maps import Relay
 from kernels.mixer_inputs import MixerInputs, mixer_inputs, mixer_inputs_step
 from kernels.norm import gated_rms_norm, residual_rms_norm, rms_norm
+from kernels.product import linear
 from kernels.swiglu import swiglu_linear
 from pdn_train import recompute
 from pdn_train.config import ModelConfig
@@ -76,7 +77,7 @@ class Linear(nn.Linear):
         self.unused = -outputs % unit
 
     def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., outputs + unused]
-        return F.linear(x, F.pad(self.weight, (0, 0, 0, self.unused)) if self.unused else self.weight)
+        return linear(x, F.pad(self.weight, (0, 0, 0, self.unused)) if self.unused else self.weight)
 
     def reset_parameters(self) -> None:
         pass

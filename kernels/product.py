@@ -1,0 +1,31 @@
+"""The product of a Linear layer, whose result can be kept while the layer is run again (`kernels.kept`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.kept import held, once
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T for x [..., K] and weight [D, K]: [..., D], with the gradients of torch's own, bit for bit."""
+    if not held():
+        return F.linear(x, weight)
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        (y,) = once(lambda: (torch.mm(x, weight.t()),))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return torch.mm(grad, weight) if of_x else None, torch.mm(grad.t(), x) if of_weight else None
