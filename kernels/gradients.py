@@ -56,12 +56,6 @@ class Gradients:
 
 
 @triton.jit
-def _again(chunks, chunk):
-    """The chunk's first token, read anew: else the addresses of all tiles are kept in registers from one use to the next."""
-    return tl.load(chunks + 2 * chunk, volatile=True)
-
-
-@triton.jit
 def _around(later, earlier, C: tl.constexpr):
     """[C]: at t the sum of later [C] over i >= t and of earlier [C] over j < t."""
     i = tl.arange(0, C)
@@ -104,56 +98,44 @@ def kept(h, dh, chunk, H, head, d, K: tl.constexpr, V: tl.constexpr, BV: tl.cons
 
 
 @triton.jit
-def _gradients(
-    q, k, w, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
-    dq, dk, dw, dg,  # outputs
-    chunks, H, q_units, k_units,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    SCALAR: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+def _read(
+    x, write_keys, state_grad, h, e, factor, out, chunk, head, token, count, H, x_stride, write_stride,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, SCALAR: tl.constexpr,
+    ALONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. q_units, k_units: token strides in UNITs of 16 bytes.
+    """What a reader x, the query or the key, is given: out = factor * (state_grad S^T) + e w. And the sums over channels of the first term
+    with x, if SCALAR, and of the whole, if ALONG.
 
     A sum over the accumulator of a product that a later product goes on with came out wrong on Hopper (Triton 3.6, 4 warps): so the
     products that are summed end there, and the next ones are added to them.
     """
-    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    at = (chunk * H + head).to(tl.int64)
-    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    i = tl.arange(0, C)
-    beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
-    query_read, key_read, write = load_row(rows, QUERY_READ, at, C), load_row(rows, KEY_READ, at, C), load_row(rows, WRITE, at, C)
-    to_state, from_state, passed = beta * 0.0, beta * 0.0, 0.0
-    along_q, along_k = beta * 0.0, beta * 0.0
-    q_stride, k_stride = q_units * UNIT, k_units * UNIT
-    write_keys, write_stride = k, k_stride
-    if PRECONDITION:
-        write_keys, write_stride = w, H * K
-    for d in tl.range(0, K, BLOCK, num_stages=2):  # the query that reads
-        Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
+    from_state, along = factor * 0.0, factor * 0.0
+    for d in tl.range(0, K, BLOCK, num_stages=2):
+        X = load_tile(x, token, count, x_stride, head, d, K, BLOCK, C)
         W = load_tile(write_keys, token, count, write_stride, head, d, K, BLOCK, C)
-        grad = state_term(do, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * query_read[:, None]
+        grad = state_term(state_grad, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * factor[:, None]
         if SCALAR:
-            from_state += tl.sum(grad * Q.to(tl.float32), 1)
-        grad += tl.dot(load_tile(e2, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
-        if NORMALIZE:
-            along_q += tl.sum(grad * Q.to(tl.float32), 1)
-        store_tile(dq, grad, token, count, H * K, head, d, K, BLOCK, C)
-    for d in tl.range(0, K, BLOCK, num_stages=2):  # the key that reads
-        Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
-        W = Key
-        if PRECONDITION:
-            W = load_tile(w, token, count, H * K, head, d, K, BLOCK, C)
-        grad = state_term(dx, h, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (-beta * key_read)[:, None]
-        if SCALAR:
-            from_state += tl.sum(grad * Key.to(tl.float32), 1)
-        grad += tl.dot(load_tile(e1, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
-        store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
-    if not PRECONDITION:
-        tl.debug_barrier()  # the threads read each other's stores
-    for d in tl.range(0, K, BLOCK, num_stages=1):  # the key that writes
+            from_state += tl.sum(grad * X.to(tl.float32), 1)
+        grad += tl.dot(load_tile(e, token, count, H * C, head, 0, C, C, C), W, input_precision=PRECISION)
+        if ALONG:
+            along += tl.sum(grad * X.to(tl.float32), 1)
+        store_tile(out, grad, token, count, H * K, head, d, K, BLOCK, C)
+    return from_state, along
+
+
+@triton.jit
+def _written(
+    q, k, write_keys, u, h, dh, e1, e2, factor, dk, dw, chunk, head, token, count, H, q_stride, k_stride, write_stride,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, SCALAR: tl.constexpr,
+    PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the key that writes is given: dw with PRECONDITION, else added to dk. The sums over channels of its first term with w and, if
+    SCALAR, of S dS'; and without PRECONDITION of the whole dk with k."""
+    to_state, along, passed = factor * 0.0, factor * 0.0, 0.0
+    for d in tl.range(0, K, BLOCK, num_stages=1):
         Key = load_tile(k, token, count, k_stride, head, d, K, BLOCK, C)
         Q = load_tile(q, token, count, q_stride, head, d, K, BLOCK, C)
-        grad = state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * (beta * write)[:, None]
+        grad = state_term(u, dh, chunk, H, head, d, token, count, K, V, BV, BLOCK, C, PRECISION) * factor[:, None]
         if SCALAR:
             W = load_tile(write_keys, token, count, write_stride, head, d, K, BLOCK, C)
             to_state += tl.sum(grad * W.to(tl.float32), 1)
@@ -165,11 +147,46 @@ def _gradients(
         else:
             grad += load_tile(dk, token, count, H * K, head, d, K, BLOCK, C).to(tl.float32)
             if NORMALIZE:
-                along_k += tl.sum(grad * Key.to(tl.float32), 1)
+                along += tl.sum(grad * Key.to(tl.float32), 1)
             store_tile(dk, grad, token, count, H * K, head, d, K, BLOCK, C)
+    return to_state, along, passed
+
+
+@triton.jit
+def _gradients(
+    q, k, w, rows, whole, h, dh, u, dx, do, e1, e2, between,  # inputs
+    dq, dk, dw, dg,  # outputs
+    chunks, H, q_units, k_units,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    SCALAR: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Formulas above. PRECONDITION: w holds the write keys, else they are rk * k. q_units, k_units: token strides in UNITs of 16 bytes."""
+    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
+    at = (chunk * H + head).to(tl.int64)
+    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    i = tl.arange(0, C)
+    beta, rk, rq = load_row(rows, BETA, at, C), load_row(rows, KEY_NORM, at, C), load_row(rows, QUERY_NORM, at, C)
+    q_stride, k_stride = q_units * UNIT, k_units * UNIT
+    write_keys, write_stride = k, k_stride
+    if PRECONDITION:
+        write_keys, write_stride = w, H * K
+    by_query, along_q = _read(
+        q, write_keys, do, h, e2, load_row(rows, QUERY_READ, at, C), dq, chunk, head, token, count, H, q_stride, write_stride,
+        K, V, BV, BLOCK, C, SCALAR, NORMALIZE, PRECISION,
+    )  # fmt: skip
+    by_key, _ = _read(
+        k, write_keys, dx, h, e1, -beta * load_row(rows, KEY_READ, at, C), dk, chunk, head, token, count, H, k_stride, write_stride,
+        K, V, BV, BLOCK, C, SCALAR, False, PRECISION,
+    )  # fmt: skip
+    if not PRECONDITION:
+        tl.debug_barrier()  # the threads read each other's stores
+    to_state, along_k, passed = _written(
+        q, k, write_keys, u, h, dh, e1, e2, beta * load_row(rows, WRITE, at, C), dk, dw, chunk, head, token, count, H,
+        q_stride, k_stride, write_stride, K, V, BV, BLOCK, C, SCALAR, PRECONDITION, NORMALIZE, PRECISION,
+    )  # fmt: skip
     if SCALAR:
         place = (token + i).to(tl.int64) * H + head
-        grad_g = _around(from_state, to_state, C) + tl.load(whole + at) * passed
+        grad_g = _around(by_query + by_key, to_state, C) + tl.load(whole + at) * passed
         tl.store(dg + place, grad_g + tl.load(between + place, mask=i < count, other=0.0), mask=i < count)
     if NORMALIZE:
         tl.debug_barrier()  # the threads read each other's stores

@@ -31,6 +31,7 @@ from kernels.gradients import Gradients, _around
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.solve import _log2
+from kernels.statistic import CHANNELS, STEP, _follow
 from kernels.tiles import (
     KEY_NORM,
     LOG2E,
@@ -45,9 +46,6 @@ from kernels.tiles import (
     store_tile,
 )
 from kernels.tuned import setting
-
-STEP = 64  # chunks that the chain takes at once, at most
-CHANNELS = 16  # of the chain's programs
 
 
 @triton.jit
@@ -103,11 +101,6 @@ def _inside(
     tl.store(dgain + place, sum_c, mask=i < count)
     tl.store(dcenter + at, tl.sum(sum_m))
     tl.store(keep + at, last(grown, C, C))  # gates past the rows are zero: the sums stay
-
-
-@triton.jit
-def _follow(a_keep, a_own, b_keep, b_own):
-    return a_keep * b_keep, a_own * b_keep + b_own
 
 
 @triton.jit
