@@ -128,12 +128,14 @@ class Relay(ABC):
             maps, made = make()
             maps = None if maps is None else _rowwise(self._carries, maps) * maps
             arriving = self.carry(maps, made)
-            self._arrived[what] = (arriving * _rowwise(self._continues, arriving), maps)
+            if not all(self.piece.continues):
+                arriving = arriving * _rowwise(self._continues, arriving)
+            self._arrived[what] = (arriving, maps)
         return self._arrived[what]
 
     def back(self, maps: Tensor | None, gradient: Tensor) -> Tensor:
         """The gradient of what this piece handed on, [R, ...], from that of what arrived and the maps that `forth` gave back."""
-        return self.carry(maps, gradient * _rowwise(self._continues, gradient), reverse=True)
+        return self.carry(maps, gradient * _rowwise(self._continues, gradient), reverse=True)  # a copy: the caller writes there again
 
     def enter(self, arriving: Tensor) -> Tensor:
         """[R, ...] -> [N, ...]: what each sequence of the piece starts from, zero where it starts here."""
@@ -151,8 +153,10 @@ class Relay(ABC):
 
     def add_left(self, x: Tensor | None, gradient: Tensor) -> Tensor:
         """A gradient of the ends [N, ...], None for zero, with [R, ...] added to those that hand on."""
+        if self.piece.sequences == self.piece.rows:
+            return gradient if x is None else x + gradient
         x = gradient.new_zeros(self.piece.sequences, *gradient.shape[1:]) if x is None else x
-        return x + gradient if self.piece.sequences == self.piece.rows else x.index_add(0, self._last, gradient)
+        return x.index_add(0, self._last, gradient)
 
 
 def _rowwise(mask: Tensor, x: Tensor) -> Tensor:

@@ -16,14 +16,18 @@ from kernels.layout import Inputs, Layout, Solved
 from kernels.maps import Relay, kept
 
 
-def statistic_forward(relay: Relay, x: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """`statistic.forward` from what arrives, and the factors [R, H] for `statistic_gradient`."""
+def statistic_forward(relay: Relay, x: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`statistic.forward` from what arrives, and the factors [R, H] for `statistic_gradient`; None where nothing passes through a piece."""
     own = statistic.sums(x, layout)
-    arriving, passed = relay.forth("statistic", lambda: (kept(relay, x.forget), relay.left(statistic.chain(x, layout, own, None)[1])))
+
+    def make() -> tuple[Tensor | None, Tensor]:
+        return kept(relay, x.forget) if relay.chains else None, relay.left(statistic.chain(x, layout, own, None)[1])
+
+    arriving, passed = relay.forth("statistic", make)
     return *statistic.chain(x, layout, own, aligned(relay.enter(arriving))), passed
 
 
-def statistic_gradient(relay: Relay, passed: Tensor, da: Tensor | None, da_0: Tensor) -> Tensor:
+def statistic_gradient(relay: Relay, passed: Tensor | None, da: Tensor | None, da_0: Tensor) -> Tensor:
     """The whole gradient of the statistics that the sequences end with, [S, H, K]: da of this piece, and what the later ones give. da_0:
     what this piece gives to the statistics that it meets."""
     return aligned(relay.add_left(da, relay.back(passed, relay.met(da_0))))

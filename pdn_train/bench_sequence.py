@@ -1,8 +1,9 @@
 """One sequence over the ranks against one rank: `torchrun --nproc-per-node W -m pdn_train.bench_sequence [--recurrence NAME]...`
 
-The recurrence forward and backward, on the whole sequence on every rank by itself and in pieces on all of them together: milliseconds, the
-median over calls of the slowest rank, and the largest relative RMS difference of outputs and gradients over ranks. Then what `choose`
-reckons with, as measured here: all-gathers of a small and a large tensor, a hand-on to the next rank, a product of maps. bf16, fp32 gates.
+The recurrence forward and backward, on the whole sequence on every rank by itself and in pieces on all of them together: milliseconds a
+call of ten in a row, as a model's layers follow each other, the median of the slowest rank, and the largest relative RMS difference of
+outputs and gradients over ranks. Then what `choose` reckons with, as measured here: all-gathers of a small and a large tensor, a hand-on to
+the next rank, a product of maps. bf16, fp32 gates.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def passes(x: dict[str, Tensor], backend: str, relay: Relay | None = None) -> li
     center = torch.zeros(x["q"].shape[2], device=x["q"].device)
     precond = Preconditioner(leaves["forget"], leaves["gain"], center) if "gain" in x else None
     o, _ = delta_rule(*(leaves[n] for n in ("q", "k", "v", "beta")), leaves.get("decay"), precond, backend=backend, relay=relay)
-    return [o.detach(), *torch.autograd.grad(o, list(leaves.values()), x["do"])]
+    with torch.autograd.set_multithreading_enabled(False):  # as the trainer does
+        return [o.detach(), *torch.autograd.grad(o, list(leaves.values()), x["do"])]
 
 
 def median_ms(run: Callable[[], object], world: World, repeats: int) -> float:
@@ -77,11 +79,13 @@ def compare(name: str, shape: tuple[int, ...], world: World, line: Line, backend
     span = slice(world.rank * tokens, (world.rank + 1) * tokens)
     mine, piece = {n: x[:, span].contiguous() for n, x in whole.items()}, Piece.cut(T, B, None, world.rank, world.size)
 
-    def in_pieces() -> list[Tensor]:
-        return passes(mine, backend, line.relay(piece, world.device))
+    relay = line.relay(piece, world.device)
 
-    alone = median_ms(lambda: passes(whole, backend), world, repeats)
-    together = median_ms(in_pieces, world, repeats)
+    def in_pieces() -> list[Tensor]:
+        return passes(mine, backend, relay.for_layer())
+
+    alone = median_ms(partial(_ten_times, lambda: passes(whole, backend)), world, repeats) / 10
+    together = median_ms(partial(_ten_times, in_pieces), world, repeats) / 10
     errors = [_error(a, b[:, span]) for a, b in zip(in_pieces(), passes(whole, backend), strict=True)]
     worst = max(world.gather(max(errors)))
     return f"{name:8}{','.join(map(str, shape)):18}{alone:10.3f}{together:12.3f}{alone / together:8.2f}x{worst:12.1e}"

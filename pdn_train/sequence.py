@@ -123,7 +123,8 @@ class LineRelay(Relay):
 def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
     """x of the rank before (reverse: after) this one; zero on the first."""
     step = -1 if reverse else 1
-    found = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    make = torch.empty_like if 0 <= wire.rank - step < wire.size else torch.zeros_like
+    found = make(x, memory_format=torch.contiguous_format)
     wire.exchange(x, wire.rank + step, found, wire.rank - step)
     return found
 
