@@ -28,8 +28,7 @@ class Row(NamedTuple):
 
 ANY = 1 << 40
 
-# 2 bytes, up to 128 channels: measured on one H200, Triton 3.6.0, 2026-11-30 (LOG.md), but the solve, whose blocks are 64 channels for the
-# sake of right products. The others: compiled without spills, not timed.
+# 2 bytes, up to 128 channels: measured on one H200, Triton 3.6.0, 2026-11-30 (LOG.md). The others: compiled, not timed.
 TABLE: dict[str, tuple[Row, ...]] = {
     "statistic": (Row(2, 128, ANY, Setting(0, 2, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
     "solve": (Row(2, ANY, ANY, Setting(64, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
