@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launch.requeue import read_endings
 from launch.snapshot import Submission, submissions
+from pdn_train.checkpoint import COMPLETE, folders
 from pdn_train.config import ConfigError, load
 from pdn_train.heartbeat import Word, newest_attempt, obituary, read_words
 from pdn_train.rundir import RunDir, owner
@@ -159,8 +160,7 @@ def _last_line(file: Path) -> dict:
 
 def _newest_checkpoint(root: Path) -> str | None:
     """By its mark; whether every file is what it was is checked when it is loaded."""
-    whole = [p.parent.name for p in root.glob("step_*/COMPLETE") if p.parent.name[5:].isdecimal()]
-    return max(whole, key=lambda name: int(name[5:]), default=None)
+    return next((folder.name for folder in folders(root) if (folder / COMPLETE).exists()), None)
 
 
 def _of(step: int | None, steps: int | None) -> str:

@@ -18,9 +18,10 @@ from pathlib import Path
 from statistics import median
 
 from pdn_train.bench import Training, configure, describe, say, tokens
-from pdn_train.checkpoint import Checkpoints, Progress, Written
+from pdn_train.checkpoint import Progress
 from pdn_train.config import load
 from pdn_train.profiling import Moment
+from pdn_train.saving import Checkpoints, Published
 from pdn_train.train import EXPECTED, build_loader, require_kernel
 from pdn_train.world import World, own_rank
 
@@ -32,7 +33,7 @@ class Saving:
 
     def __init__(self, training: Training, checkpoints: Checkpoints):
         self.training, self.checkpoints = training, checkpoints
-        self.published: list[Written] = []
+        self.published: list[Published] = []
         checkpoints.tell = self.published.append
         checkpoints.reserve(training.engine)
 
@@ -41,7 +42,7 @@ class Saving:
         device, found = self.training.world.device, []
         while more():
             begun = Moment(device)
-            if self.training.world.sum([self.checkpoints.waits])[0] == self.training.world.size:
+            if self.training.world.sum([self.checkpoints.own_part_done])[0] == self.training.world.size:
                 self.checkpoints.proceed()
             self.training.step()
             if found:
@@ -54,7 +55,7 @@ class Saving:
         left = iter(range(count))
         return median(self.steps(lambda: next(left, None) is not None))
 
-    def save(self) -> tuple[Written, list[float]]:
+    def save(self) -> tuple[Published, list[float]]:
         """What it cost, and the seconds of the steps that were taken while it was written."""
         done, before = Progress(step=len(self.training.losses)), len(self.published)
         self.checkpoints.save(self.training.engine, done, self.training.config, {})
@@ -70,10 +71,10 @@ def bench(training: Training, folder: Path, steps: int, warmup: int) -> None:
         saving.some_steps(warmup)
         for number in range(1, SAVES + 1):
             before = saving.some_steps(steps)
-            written, during = saving.save()
-            stall = max(world.gather(written.stall))
-            size = f"{written.size / 1e9:.2f} GB"
-            say(world, f"save {number}: training stood still for {stall:.2f} s; published after {written.seconds:.1f} s, {size}")
+            cost, during = saving.save()
+            stall = max(world.gather(cost.stall))
+            size = f"{cost.size / 1e9:.2f} GB"
+            say(world, f"save {number}: training stood still for {stall:.2f} s; published after {cost.seconds:.1f} s, {size}")
             longest = f"{len(during)} steps, the longest {1e3 * max(during):.1f}"
             say(world, f"    ms a step: {1e3 * before:.1f} before, {1e3 * median(during):.1f} while it was written ({longest})")
 

@@ -202,7 +202,7 @@ class Engine:
 
 
 class _Files(TorchCheckpointEngine):
-    """Reads files as DeepSpeed's own does; what DeepSpeed would write is kept for `pdn_train.checkpoint`, which writes it later.
+    """Reads files as DeepSpeed's own does; what DeepSpeed would write is kept for `pdn_train.saving`, which writes it later.
 
     DeepSpeed's decoupled writer hands the GPU's own memory to a process and makes the next update of the weights wait for the whole write.
     """

@@ -41,7 +41,7 @@ from torch import Tensor
 from pdn_train import hf_tokenizer, interchange
 from pdn_train.checkpoint import VERSION, CheckpointError
 from pdn_train.config import ConfigError
-from pdn_train.files import sync_contents, sync_folder
+from pdn_train.files import sync, sync_contents
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
 from pdn_train.tokenizer import Tokenizer, TokenizerError
@@ -67,7 +67,7 @@ def export(
             shutil.copyfile(source.tokenizer, aside / "tokenizer.model")
         sync_contents(aside)
         aside.rename(out)
-        sync_folder(out.parent)
+        sync(out.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -19,7 +19,7 @@ def write_whole(path: str | Path, data: bytes) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def prove_writable(folder: Path) -> None:
@@ -30,18 +30,14 @@ def prove_writable(folder: Path) -> None:
     probe.rename(probe.with_suffix(".renamed")).unlink()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries: only then is a rename in it on disk."""
-    _sync(folder)
-
-
 def sync_contents(folder: Path) -> None:
     """Flush a folder's files and its entries."""
     for path in [*folder.iterdir(), folder]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's own entries: only then is a rename in it on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,12 +22,13 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from pdn_train.checkpoint import Progress, Written
+from pdn_train.checkpoint import Progress
 from pdn_train.files import write_whole
 from pdn_train.health import RANGES, Layer
 from pdn_train.outcome import Outcome
 from pdn_train.profiling import Moment
 from pdn_train.rundir import RunDir
+from pdn_train.saving import Published
 from pdn_train.world import World
 
 log = logging.getLogger(__name__)
@@ -106,13 +107,13 @@ class Journal:
             for name, value in seconds.items():
                 self._writer.add_scalar(f"profile/{name.replace(' ', '_')}_ms", 1e3 * value, progress.step)
 
-    def checkpoint(self, written: Written) -> None:
-        """Say and write what a published checkpoint cost."""
+    def checkpoint(self, cost: Published) -> None:
+        """Say and write what a checkpoint cost."""
         if self._writer is not None:
-            self._writer.add_scalar("checkpoint/stall_seconds", written.stall, written.step)
-            self._writer.add_scalar("checkpoint/seconds", written.seconds, written.step)
-            said = f"published after {written.seconds:.1f} s, {written.size / 1e9:.2f} GB"
-            log.info("checkpoint of step %d: training stood still for %.2f s; %s", written.step, written.stall, said)
+            self._writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
+            self._writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
+            said = f"published after {cost.seconds:.1f} s, {cost.size / 1e9:.2f} GB"
+            log.info("checkpoint of step %d: training stood still for %.2f s; %s", cost.step, cost.stall, said)
 
     def health(self, progress: Progress, layers: list[Layer]) -> None:
         """Write what `pdn_train.health` measured, by number and layer."""

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pdn_train.files import sync_folder, write_whole
+from pdn_train.files import sync, write_whole
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -197,7 +197,7 @@ class ShardWriter:
             if partial.exists():
                 os.replace(partial, self.folder / shard.file)
         if self._published < len(self.shards):
-            sync_folder(self.folder)
+            sync(self.folder)
         self._published = len(self.shards)
 
     def finish(self) -> Manifest:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pdn_train import estimate
-from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, Saved, WriteError, require_same_run
+from pdn_train.checkpoint import CheckpointError, Progress, Saved
 from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Batch, Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
@@ -39,7 +39,9 @@ from pdn_train.mqar import MqarError, open_examples
 from pdn_train.nodecheck import NodeError, check_nodes
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Profiler
+from pdn_train.resume import newest_whole, require_same_run, restore
 from pdn_train.rundir import Lease, RunDir, RunDirError
+from pdn_train.saving import Checkpoints, WriteError, require_space
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest, leave
 from pdn_train.stragglers import OwnTime
@@ -56,22 +58,23 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
     """Train to config.train.steps or to a stop request; returns the exit code. Collective."""
     accumulation = config.accumulation(world.size)
     run_dir = RunDir(Path(config.run_dir))
-    with take(run_dir, world) as lease, closing(Checkpoints(run_dir.checkpoints, config.checkpoint, world)) as checkpoints:
+    with take(run_dir, world) as lease, Checkpoints(run_dir.checkpoints, config.checkpoint, world) as checkpoints:
         watchdog.beat("checking the nodes")
         check_nodes(world, run_dir.logs, sum(estimate.memory_per_gpu(config, world.size).values()))
         watchdog.beat("checking the checkpoints")
-        saved = checkpoints.newest()
+        saved = newest_whole(run_dir.checkpoints, world)
         if saved is not None:
             world.together(lambda: require_same_run(saved, config, samples.fingerprint))
         watchdog.beat("building the model")
         model = build_model(config)
         warm = warm_start(config, world, model, samples) if saved is None and config.init_from is not None else None
         parameters = sum(p.numel() for p in model.parameters())
-        checkpoints.require_space(parameters)
+        world.from_leader(lambda: require_space(run_dir.checkpoints, parameters))
         engine = Engine(model, config, world)
         if saved is not None:
             watchdog.beat("loading the checkpoint", saved.progress.step)
-            checkpoints.restore(saved, engine, config)
+            restore(saved, engine, config, world)
+            checkpoints.last_step = saved.progress.step
         elif config.init_from is not None:
             engine.set_masters(warm)
         checkpoints.reserve(engine)
@@ -102,7 +105,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
                     batches, position, fault = take_batches(steps)
                 # One small exchange between the hosts a step: its targets, and whether any rank was told to stop or cannot read its samples
                 watchdog.beat("meeting the other ranks")
-                flags = [stop.name is not None, lease.lost is not None, fault is not None, checkpoints.waits]
+                flags = [stop.name is not None, lease.lost is not None, fault is not None, checkpoints.own_part_done]
                 targets, stopping, lost, unread, written = world.sum([sum(b.targets for b in batches), *flags])
                 if lost:
                     raise RunDirError(lease.lost or "rank 0 lost the lease of the run folder to another job")
@@ -143,7 +146,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         journal.close()
         done = progress.step >= config.train.steps
         if world.leads:
-            log.info("%s: %s", "done" if done else stopped(progress.step, stop), checkpoints.root)
+            log.info("%s: %s", "done" if done else stopped(progress.step, stop), run_dir.checkpoints)
         return 0 if done else REQUEUE
 
 

@@ -64,7 +64,9 @@ def test_the_model_knows_no_rank_and_no_optimizer():
     )
 
 
-@pytest.mark.parametrize("module, banned", [("pdn_train.config", ("torch", "deepspeed")), ("kernels.recurrence", ("torch",))])
+@pytest.mark.parametrize(
+    "module, banned", [("pdn_train.config", ("torch", "deepspeed")), ("launch.status", ("torch",)), ("kernels.recurrence", ("torch",))]
+)
 def test_cheap_modules_stay_cheap(module, banned):
     code = f"import {module}, sys; print([m for m in {banned!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -18,10 +18,12 @@ import deepspeed
 import torch
 
 from pdn_train import engine
-from pdn_train.checkpoint import Checkpoints, Progress
+from pdn_train.checkpoint import Progress
 from pdn_train.config import Config, build
 from pdn_train.data import Batch, open_samples
 from pdn_train.model import LanguageModel
+from pdn_train.resume import newest_whole, restore
+from pdn_train.saving import Checkpoints
 from pdn_train.train import build_loader
 from pdn_train.world import World
 
@@ -126,10 +128,10 @@ def fifty_steps(moves: list[tuple], shards: str, folder: Path, world: World) -> 
         world.sequence = sequence
         samples = open_samples(shards, LENGTH, 0, VOCABULARY)
         checkpoints = Checkpoints(folder, config.checkpoint, world)
-        saved = checkpoints.newest()
+        saved = newest_whole(folder, world)
         stepper = engine.Engine(fresh(config), config, world)
         if saved is not None:
-            checkpoints.restore(saved, stepper, config)
+            restore(saved, stepper, config, world)
             progress = saved.progress
         loader = build_loader(samples, config.accumulation(world.size), config, world)
         while progress.step < until:

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 
-from pdn_train import checkpoint, hostcopy
 from pdn_train import engine as engine_module
-from pdn_train.checkpoint import Checkpoints, Progress
+from pdn_train import hostcopy, saving
+from pdn_train.checkpoint import Progress
 from pdn_train.config import Config, build
 from pdn_train.data import Batch
 from pdn_train.engine import Engine
 from pdn_train.model import LanguageModel
+from pdn_train.resume import newest_whole, restore
+from pdn_train.saving import Checkpoints
 from pdn_train.world import World
 
 GLOBAL_BATCH, LENGTH, VOCABULARY = 4, 24, 50
@@ -128,20 +130,19 @@ def main(action: str, folder: str, precision: str, *stages: str) -> None:
             checkpoints = Checkpoints(Path(folder) / str(stage), config.checkpoint, world)
             engine = engine_for(config, world, seed=0)
             checkpoints.reserve(engine)
-            require_all_reserved(engine, checkpoints.root / "probe")
+            require_all_reserved(engine, Path(folder) / str(stage) / "probe")
             before = take_steps(engine, world, 0, 2)
-            trained, write = threading.Event(), checkpoint._write
-            checkpoint._write = lambda files, go=trained, write=write: (go.wait(60), write(files))[1]
+            trained, write = threading.Event(), saving._write
+            saving._write = lambda files, go=trained, write=write: (go.wait(60), write(files))[1]
             checkpoints.save(engine, Progress(3, 12, 0, skipped_steps=1), config, {})
             told[stage] = before + take_steps(engine, world, 3, 4)  # what is written afterwards must hold nothing of these
             trained.set()
             checkpoints.finish()
-            checkpoint._write = write
+            saving._write = write
             continue
         for source in sorted(Path(folder).iterdir()):
-            checkpoints = Checkpoints(source, config.checkpoint, world)
             engine = engine_for(config, world, seed=1)
-            checkpoints.restore(checkpoints.newest(), engine, config)
+            restore(newest_whole(source, world), engine, config, world)
             told[f"{source.name} -> {stage}"] = take_steps(engine, world, 3, 4)
     if world.leads:
         print("TOLD " + json.dumps(told))

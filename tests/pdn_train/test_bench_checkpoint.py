@@ -6,7 +6,7 @@ import pytest
 
 from pdn_train import bench_checkpoint
 from pdn_train.bench import Training
-from pdn_train.checkpoint import Checkpoints
+from pdn_train.saving import Checkpoints
 
 FILE = """
 run_dir: unused

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdn_train import checkpoint
-from pdn_train.checkpoint import CheckpointError, Checkpoints, Progress, WriteError, folder_name, newest, require_same_run
+from pdn_train import publication, saving
+from pdn_train.checkpoint import CheckpointError, Progress, folder_name, newest
 from pdn_train.config import Config, build
+from pdn_train.resume import newest_whole, require_same_run
+from pdn_train.saving import Checkpoints, WriteError, require_space
 from pdn_train.world import World
 
 WORLD = World(0, 0, 1, 1, torch.device("cpu"))
@@ -52,18 +54,18 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_published_checkpoint_is_whole(root):
-    checkpoints = save(root, 1000)
+    save(root, 1000)
     folder = root / "step_0000001000"
     assert names(root) == ["step_0000001000"]
     assert {"COMPLETE", "state.json", "rng_00000.pt"} <= set(names(folder))
-    saved = checkpoints.newest()
+    saved = newest_whole(root, WORLD)
     assert (saved.folder, saved.progress) == (folder, Progress(1000, 4000, 64000))
     assert newest(root) == folder
 
 
 def test_no_checkpoint_ever_published_is_a_fresh_start(root):
     (root / "step_0000000100.tmp").mkdir()
-    assert Checkpoints(root, config().checkpoint, WORLD).newest() is None
+    assert newest_whole(root, WORLD) is None
     assert names(root) == []
 
 
@@ -108,33 +110,33 @@ DAMAGES = [
 @pytest.mark.parametrize("damage, said", DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
 def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, said):
     """Numbers, not names, decide: 900 < 1000 < 1100; 1100 is damaged, 1200 was never finished, `latest` lies."""
-    checkpoints = save(root, 900, 1000, 1100)
+    save(root, 900, 1000, 1100)
     damage(root / folder_name(1100))
     (root / "step_1200.tmp").mkdir()
     (root / "latest").write_text("step_0000001100")
     with caplog.at_level(logging.WARNING):
-        assert checkpoints.newest().progress.step == 1000
+        assert newest_whole(root, WORLD).progress.step == 1000
     assert "step_0000001100" in caplog.text and said in caplog.text
     assert newest(root).name == "step_0000001000"
 
 
 def test_none_whole_is_an_error_not_a_fresh_start(root):
-    checkpoints = save(root, 10, 20)
+    save(root, 10, 20)
     for step in (10, 20):
         damage_flipped_bit(root / folder_name(step))
     with pytest.raises(CheckpointError, match="no checkpoint in .* is whole .*another checksum.*start afresh"):
-        checkpoints.newest()
+        newest_whole(root, WORLD)
     with pytest.raises(CheckpointError):
         newest(root)
 
 
 def test_one_of_another_version_is_refused_with_the_way_out(root, monkeypatch):
     """Its weights have other names: nothing of it may be loaded."""
-    monkeypatch.setattr(checkpoint, "VERSION", 1)
-    checkpoints = save(root, 10)
+    monkeypatch.setattr(saving, "VERSION", 1)
+    save(root, 10)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="version 1, this code reads 3: go on with the code that wrote it"):
-        checkpoints.newest()
+        newest_whole(root, WORLD)
 
 
 def test_the_newest_are_kept_and_the_milestones(root):
@@ -145,15 +147,15 @@ def test_the_newest_are_kept_and_the_milestones(root):
 def test_damaged_later_ones_do_not_push_out_what_is_saved_after_them(root):
     save(root, 4, 6, keep=1, keep_every=4)
     damage_flipped_bit(root / folder_name(6))
-    checkpoints = save(root, 5, keep=1, keep_every=4)
-    assert checkpoints.newest().progress.step == 5
+    save(root, 5, keep=1, keep_every=4)
+    assert newest_whole(root, WORLD).progress.step == 5
 
 
 def test_saving_the_same_step_again_replaces_it(root):
-    checkpoints = save(root, 10)
+    save(root, 10)
     damage_flipped_bit(root / folder_name(10))
     save(root, 10)
-    assert checkpoints.newest().progress.step == 10
+    assert newest_whole(root, WORLD).progress.step == 10
 
 
 class Killed(BaseException):
@@ -162,7 +164,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("moment", ["before rename", "before COMPLETE", "after COMPLETE"])
 def test_a_kill_at_any_moment_of_publication_loses_nothing(root, monkeypatch, moment):
-    checkpoints = save(root, 10)
+    save(root, 10)
 
     def die(*arguments: object) -> None:
         raise Killed
@@ -171,26 +173,27 @@ def test_a_kill_at_any_moment_of_publication_loses_nothing(root, monkeypatch, mo
         if moment == "before rename":
             patch.setattr(Path, "rename", die)
         elif moment == "before COMPLETE":
-            patch.setattr(checkpoint, "_complete", die)
+            patch.setattr(publication, "complete", die)
         else:
-            patch.setattr(Checkpoints, "_prune", die)
+            patch.setattr(publication, "prune", die)
         with pytest.raises(Killed):
             save(root, 20)
-    assert checkpoints.newest().progress.step == (10 if moment == "before rename" else 20)
+    assert newest_whole(root, WORLD).progress.step == (10 if moment == "before rename" else 20)
     assert names(root) == [folder_name(s) for s in ((10,) if moment == "before rename" else (10, 20))]
 
 
 def test_an_interrupted_first_publication_that_is_not_whole_is_a_fresh_start(root, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_complete", lambda *a: (_ for _ in ()).throw(Killed))
+        patch.setattr(publication, "complete", lambda *a: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             save(root, 20)
     damage_truncated(root / folder_name(20))
-    assert Checkpoints(root, config().checkpoint, WORLD).newest() is None
+    assert newest_whole(root, WORLD) is None
 
 
 def test_a_run_that_differs_is_refused_with_every_difference(root):
-    saved = save(root, 10).newest()
+    save(root, 10)
+    saved = newest_whole(root, WORLD)
     require_same_run(saved, config(checkpoint={"every": 7}, log={"every": 1}, parallel={"zero": 2}, train={"steps": 9000}), DATA)
     other = config(model={"num_layers": 2, "recurrence": "gdn"}, train={"global_batch": 512}, data={"seed": 9})
     with pytest.raises(CheckpointError) as caught:
@@ -210,7 +213,7 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
 
 def test_a_disk_without_room_is_named_before_training(root):
     with pytest.raises(CheckpointError, match="one checkpoint takes about"):
-        Checkpoints(root, config().checkpoint, WORLD).require_space(10**15)
+        require_space(root, 10**15)
 
 
 def test_state_json_tells_what_was_saved(root):
@@ -241,7 +244,7 @@ def test_a_rank_whose_files_do_not_show_stops_the_save(root, monkeypatch, there)
     with pytest.raises(CheckpointError, match="does not see in .*, or not whole, .*: .'rng_00001.pt'.;"):
         checkpoints.finish()
     monkeypatch.undo()
-    assert Checkpoints(root, config().checkpoint, WORLD).newest() is None
+    assert newest_whole(root, WORLD) is None
 
 
 class Live(FilesOnly):
@@ -260,8 +263,8 @@ class Live(FilesOnly):
 @pytest.fixture
 def gate(monkeypatch):
     """An event without which nothing is written."""
-    opened, write = threading.Event(), checkpoint._write
-    monkeypatch.setattr(checkpoint, "_write", lambda files: (opened.wait(60), write(files))[1])
+    opened, write = threading.Event(), saving._write
+    monkeypatch.setattr(saving, "_write", lambda files: (opened.wait(60), write(files))[1])
     yield opened
     opened.set()
 
@@ -274,7 +277,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(root, gate):
     checkpoints.reserve(engine)
     checkpoints.save(engine, Progress(1), config(), DATA)
     engine.weights += 1
-    assert not checkpoints.waits and names(root) == ["step_0000000001.tmp"]
+    assert not checkpoints.own_part_done and names(root) == ["step_0000000001.tmp"]
     threading.Timer(0.2, gate.set).start()
     checkpoints.save(engine, Progress(2), config(), DATA)
     assert (root / folder_name(1) / "COMPLETE").exists() and [written.step for written in told] == [1]
@@ -290,24 +293,24 @@ def test_ranks_that_meet_at_each_step_publish_without_waiting(root):
     """Once when all have written, once when rank 0 has published."""
     checkpoints, told, meetings = Checkpoints(root, config().checkpoint, WORLD), [], 0
     checkpoints.tell = told.append
-    assert not checkpoints.waits
+    assert not checkpoints.own_part_done
     checkpoints.save(Live(), Progress(1), config(), DATA)
     deadline = time.monotonic() + 60
     while not told and time.monotonic() < deadline:
-        if checkpoints.waits:
+        if checkpoints.own_part_done:
             checkpoints.proceed()
             meetings += 1
-    assert meetings == 2 and not checkpoints.waits and checkpoints.newest().progress.step == 1
+    assert meetings == 2 and not checkpoints.own_part_done and newest_whole(root, WORLD).progress.step == 1
 
 
 def test_in_the_foreground_nothing_is_copied_and_the_save_returns_when_all_is_there(root, monkeypatch):
-    monkeypatch.setattr(checkpoint.HostCopy, "_get", None)
+    monkeypatch.setattr(saving.HostCopy, "_get", None)
     told, foreground = [], config(checkpoint={"background": False}).checkpoint
     checkpoints = Checkpoints(root, foreground, WORLD)
     checkpoints.tell = told.append
     checkpoints.reserve(Live())
     checkpoints.save(Live(), Progress(1), config(), DATA)
-    assert checkpoints.newest().progress.step == 1 and told[0].stall == told[0].seconds > 0
+    assert newest_whole(root, WORLD).progress.step == 1 and told[0].stall == told[0].seconds > 0
 
 
 def test_a_write_that_fails_is_an_error_of_the_next_meeting(root, monkeypatch):
@@ -326,15 +329,15 @@ def test_a_write_that_fails_is_an_error_of_the_next_meeting(root, monkeypatch):
         ):
             checkpoints.save(FilesOnly(), Progress(30), config(), DATA)
     checkpoints.close()
-    assert Checkpoints(root, config().checkpoint, WORLD).newest().progress.step == 10
+    assert newest_whole(root, WORLD).progress.step == 10
     assert names(root) == [folder_name(10)]
 
 
 def test_host_memory_that_is_not_there_is_named_before_training(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       99 kB\nMemAvailable:   1000000 kB\n")
-    checkpoint._require_memory(1_024_000_000, tmp_path / "meminfo")
-    with pytest.raises(CheckpointError, match="takes 1.0 GB of host memory, 1.0 GB are available; with checkpoint.background=false"):
-        checkpoint._require_memory(1_024_000_001, tmp_path / "meminfo")
+    saving._require_memory([1_000_000_000, 24_000_000], tmp_path / "meminfo")
+    with pytest.raises(CheckpointError, match=r"\(2 ranks\) takes 1.0 GB of .*, 1.0 GB are available; with checkpoint.background=false"):
+        saving._require_memory([1_000_000_000, 24_000_001], tmp_path / "meminfo")
 
 
 def test_what_is_being_written_ends_with_the_checkpoints(root, gate):

@@ -90,19 +90,24 @@ def watchdog(module) -> None:
     module.Watchdog.beat = patched
 
 
-def checkpoint(module) -> None:
-    complete, checksum = module._complete, module._checksum
+def publication(module) -> None:
+    complete = module.complete
 
-    def completing(folder, state):
+    def patched(folder, state):
         meet("completing", int(folder.name[5:]))
         complete(folder, state)
 
-    def writing(file, flush=False):
-        if flush:
-            meet("writing", int(file.parent.name[5:15]))
-        return checksum(file, flush)
+    module.complete = patched
 
-    module._complete, module._checksum = completing, writing
+
+def saving(module) -> None:
+    sync = module.sync
+
+    def patched(file):
+        meet("writing", int(file.parent.name[5:15]))
+        sync(file)
+
+    module.sync = patched
 
 
 def engine(module) -> None:
@@ -125,7 +130,13 @@ def signals(module) -> None:
     module.StopRequest._note = patched
 
 
-PATCHES = {"pdn_train.signals": signals, "pdn_train.watchdog": watchdog, "pdn_train.checkpoint": checkpoint, "pdn_train.engine": engine}
+PATCHES = {
+    "pdn_train.signals": signals,
+    "pdn_train.watchdog": watchdog,
+    "pdn_train.publication": publication,
+    "pdn_train.saving": saving,
+    "pdn_train.engine": engine,
+}
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,115 @@
+"""Going on from a checkpoint: which one, whether it fits the run, and its state put back.
+
+Rank 0 walks from the newest step down and the ranks check the files between them; a damaged checkpoint is passed over with a warning that
+names the fault. On another world size or ZeRO stage the ZeRO files are first turned into DeepSpeed's universal form, whole or not at all,
+which takes the room of one more checkpoint while it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from pdn_train.checkpoint import CheckpointError, Saved, damage, folders, read_state
+from pdn_train.config import Config
+from pdn_train.publication import finish_publications
+from pdn_train.rng import restore_rng, rng_file
+from pdn_train.world import World
+
+SHAPES = tuple(
+    f"model.{key}" for key in ("recurrence", "hidden_size", "num_layers", "num_heads", "head_dim", "intermediate_size", "vocab_size")
+)
+log = logging.getLogger(__name__)
+
+
+def newest_whole(root: Path, world: World) -> Saved | None:
+    """The newest whole checkpoint below a run's checkpoints folder; None where none was ever published. Collective.
+
+    Raises CheckpointError where some were published and none is whole.
+    """
+    world.from_leader(lambda: finish_publications(root))
+    faults = []
+    for folder in world.from_leader(lambda: folders(root)):
+        state, fault = _read_together(folder, world)
+        if fault is None:
+            return Saved(folder, state)
+        faults.append(fault)
+        if world.leads:
+            log.warning("passed over the checkpoint %s: %s", folder.name, fault)
+    if faults:
+        raise CheckpointError(
+            f"no checkpoint in {root} is whole ({'; '.join(faults)}); restore one from a copy, or start afresh in another run_dir"
+        )
+    return None
+
+
+def _read_together(folder: Path, world: World) -> tuple[dict | None, str | None]:
+    """(state.json, None), or (None, what is wrong); each rank reads its share of the files."""
+    state, fault = world.from_leader(lambda: read_state(folder))
+    if fault is not None:
+        return None, fault
+    share = dict(sorted(state["files"].items())[world.rank :: world.size])
+    faults = [fault for fault in world.together(lambda: damage(folder, share)) if fault is not None]
+    return (None, faults[0]) if faults else (state, None)
+
+
+def require_same_run(saved: Saved, config: Config, data: dict) -> None:
+    """Raise CheckpointError naming every key in which a checkpoint and the run that would resume from it disagree.
+
+    Compared are the model (whatever computes it), the data and their order, the optimizer and its schedule, batch, seed and precision, less
+    `resume.allow`; train.steps may always grow or shrink, with the schedule following the new number. data: the samples' fingerprint.
+    """
+    then, now = saved.state["config"], config.model_dump(mode="json")
+    keys = [f"{section}.{key}" for section in ("model", "optim") for key in now[section] if f"{section}.{key}" != "model.kernel"]
+    keys += ["data.seq_len", "data.seed", "data.reset_at_documents", "train.global_batch", "train.seed", "train.precision"]
+    differing = [f"{key}: {_get(then, key)!r} then, {_get(now, key)!r} now" for key in keys if _get(then, key) != _get(now, key)]
+    if saved.state["data"] != data:
+        differing.append(f"data.path: {_data_difference(saved.state['data'], data)}")
+    allowed = [key for key in config.resume.allow if key not in SHAPES]
+    refused = [text for text in differing if text.partition(":")[0] not in allowed]
+    if refused:
+        raise CheckpointError(
+            f"{saved.folder} is of another run: "
+            + "; ".join(refused)
+            + ". Use another run_dir, or name the keys in resume.allow if this is meant (those of the model's shape cannot be allowed)"
+        )
+    for text in differing:
+        log.warning("resume.allow: %s", text)
+    if then["train"]["steps"] != now["train"]["steps"]:
+        log.info("train.steps goes from %s to %s: the schedule follows the new number", then["train"]["steps"], now["train"]["steps"])
+
+
+def restore(saved: Saved, engine, config: Config, world: World) -> None:
+    """Load weights, masters and moments into a pdn_train.engine.Engine, and the random state. Collective.
+
+    On the same world size, ZeRO stage and precision every bit is that of the save; otherwise the state comes through the universal form,
+    without the random state. Raises what DeepSpeed raises.
+    """
+    here = {"size": world.size, "sequence": world.sequence, "zero": config.parallel.zero}
+    then = saved.state["config"]
+    same_layout = all(saved.state["world"][k] == here[k] for k in ("size", "zero"))
+    same_groups = then["optim"]["decay_all"] == config.optim.decay_all  # which parameters lie side by side
+    if same_layout and same_groups and then["train"]["precision"] == config.train.precision:
+        engine.load(saved.folder)
+        restore_rng(rng_file(saved.folder, world.rank))
+        return
+    from pdn_train.engine import to_universal  # here, so that finding a checkpoint needs no DeepSpeed
+
+    log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, saved.state["world"], here)
+    universal = saved.folder.with_name(saved.folder.name + ".universal")
+    world.from_leader(lambda: to_universal(saved.folder, universal))
+    progress = saved.progress
+    world.together(lambda: engine.put_universal(universal, progress.step - progress.skipped_steps))
+    engine.refresh_weights()
+    world.from_leader(lambda: shutil.rmtree(universal))
+
+
+def _get(tree: dict, key: str) -> object:
+    section, _, name = key.partition(".")
+    return tree[section].get(name, "(not set)")
+
+
+def _data_difference(then: dict, now: dict) -> str:
+    differing = [f"{key} {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    return ", ".join(differing)
