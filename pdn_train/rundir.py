@@ -147,6 +147,7 @@ class Lease:
             "token": uuid.uuid4().hex,
         }
         self._ended = threading.Event()
+        self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self.lost: str | None = None  # set by the thread when another job has taken the folder
 
     def acquire(self) -> None:
@@ -163,7 +164,7 @@ class Lease:
                 )
             self._remove(owner)
         self._create()
-        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        self._renewal.start()
 
     def __enter__(self) -> Lease:
         return self
@@ -171,6 +172,8 @@ class Lease:
     def __exit__(self, *error: object) -> None:
         """Give the folder back; on a rank that never acquired it this does nothing."""
         self._ended.set()
+        if self._renewal.is_alive():
+            self._renewal.join()  # a renewal under way would put the file back
         owner = _read_lease(self._file)
         if owner is not None and owner.get("token") == self._me["token"]:
             self._file.unlink(missing_ok=True)
@@ -210,13 +213,13 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
-            owner = _read_lease(self._file)
-            if owner is None or owner.get("token") != self._me["token"]:
-                self.lost = f"the lease {self._file} now belongs to {owner}"
-                return
             try:
+                owner = _read_lease(self._file)
+                if owner is None or owner.get("token") != self._me["token"]:
+                    self.lost = f"the lease {self._file} now belongs to {owner}"
+                    return
                 write_whole(self._file, self._text().encode())
-            except OSError as error:  # a full disk must not end the run: the lease only grows older
+            except OSError as error:  # a full disk, or one that does not answer once, must not end the run: the lease only grows older
                 log.warning("could not renew the lease %s: %s", self._file, error)
 
 

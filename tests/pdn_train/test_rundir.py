@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -119,6 +120,46 @@ def test_the_owner_learns_that_its_lease_was_taken(run_dir, monkeypatch):
     assert "'job': '2'" in lease.lost
     lease.__exit__()
     assert run_dir.lease.exists(), "another job's lease must be left alone"
+
+
+def test_a_lease_that_cannot_be_read_once_is_renewed_all_the_same(run_dir, monkeypatch):
+    """The file system does not answer for a moment; a thread that ended of it would let the lease grow stale under a run that goes on."""
+    monkeypatch.setattr(rundir, "HEARTBEAT_SECONDS", 0.01)
+    read, failed = rundir._read_lease, threading.Event()
+
+    def fail_once(file: Path) -> dict | None:
+        if file == run_dir.lease and threading.current_thread().name == "lease" and not failed.is_set():
+            failed.set()
+            raise OSError(5, "Input/output error")
+        return read(file)
+
+    monkeypatch.setattr(rundir, "_read_lease", fail_once)
+    with Lease(run_dir, None) as lease:
+        lease.acquire()
+        assert failed.wait(60)
+        before, deadline = read(run_dir.lease)["time"], time.monotonic() + 60
+        while read(run_dir.lease)["time"] == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert read(run_dir.lease)["time"] > before and lease.lost is None
+
+
+def test_a_renewal_under_way_does_not_bring_a_returned_lease_back(run_dir, monkeypatch):
+    monkeypatch.setattr(rundir, "HEARTBEAT_SECONDS", 0.01)
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(path: Path, data: bytes) -> None:
+        if path == run_dir.lease:  # threads of other tests still renew theirs
+            begun.set()
+            go.wait(60)
+            write_whole(path, data)
+            done.set()
+
+    monkeypatch.setattr(rundir, "write_whole", slow)
+    with Lease(run_dir, None) as lease:
+        lease.acquire()
+        assert begun.wait(60)
+        threading.Timer(0.2, go.set).start()
+    assert done.wait(60) and not run_dir.lease.exists()
 
 
 def test_an_unreadable_lease_is_stale(run_dir):
