@@ -119,9 +119,12 @@ def entry_of(file: Path) -> dict:
 
 
 def _fault(file: Path, entry: dict) -> str | None:
-    if not file.exists():
+    try:
+        size = file.stat().st_size  # it may spare the reading of gigabytes
+        if size != entry["bytes"]:
+            return f"{file.name} has {size} bytes instead of {entry['bytes']}"
+        return None if entry_of(file) == entry else f"{file.name} has another checksum than when it was written"
+    except FileNotFoundError:
         return f"{file.name} is missing"
-    size = file.stat().st_size  # a look at a size may spare the reading of gigabytes
-    if size != entry["bytes"]:
-        return f"{file.name} has {size} bytes instead of {entry['bytes']}"
-    return None if entry_of(file) == entry else f"{file.name} has another checksum than when it was written"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"

@@ -49,14 +49,18 @@ class HostCopy:
         return _map(state, lambda tensor: _on_host(tensor, hosts))
 
     def close(self) -> None:
-        """Give the memory back; the copy taken last must no longer be used."""
+        """Give the memory back, for good; the copy taken last must no longer be used."""
+        self._give_back()
+        self._threads.shutdown()
+
+    def _give_back(self) -> None:
         if self._memory is not None and self._memory.exception() is None:
             self._memory.result().unlock()
         self._memory = None
 
     def _get(self, size: int) -> None:
         if self._memory is not None and self._memory.result().size < size:
-            self.close()
+            self._give_back()
         if self._memory is None:
             self._memory = self._threads.submit(_Memory, size, self._device)
 
