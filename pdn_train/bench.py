@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +35,12 @@ from pdn_train import bench_launches, bench_peer, estimate
 from pdn_train.config import Config, ConfigError, load
 from pdn_train.data import Loader, Samples, open_samples
 from pdn_train.engine import Engine
+from pdn_train.loop import build_loader
 from pdn_train.metrics import memory_gib
 from pdn_train.mqar import Examples, open_examples
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Moment, Parts
-from pdn_train.train import EXPECTED, build_loader, build_model, require_kernel
+from pdn_train.train import EXPECTED, build_model, require_kernel
 from pdn_train.world import World, own_rank
 
 PROFILED = 2  # steps
@@ -262,8 +264,13 @@ def free(world: World) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    return exit_status(lambda: run(options))
+
+
+def exit_status(act: Callable[[], None]) -> int:
+    """Act; 2, after a line that says so, where it met what a user can mend."""
     try:
-        run(options)
+        act()
     except EXPECTED as error:
         print(f"error: rank {own_rank()}: {error}", file=sys.stderr)
         return 2

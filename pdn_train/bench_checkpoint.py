@@ -13,17 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from statistics import median
 
-from pdn_train.bench import Training, configure, describe, say, tokens
+from pdn_train.bench import Training, configure, describe, exit_status, say, tokens
 from pdn_train.checkpoint import Progress
 from pdn_train.config import load
+from pdn_train.loop import build_loader
 from pdn_train.profiling import Moment
 from pdn_train.saving import Checkpoints, Published
-from pdn_train.train import EXPECTED, build_loader, require_kernel
-from pdn_train.world import World, own_rank
+from pdn_train.train import require_kernel
+from pdn_train.world import World
 
 SAVES = 2
 
@@ -66,7 +66,7 @@ class Saving:
 def bench(training: Training, folder: Path, steps: int, warmup: int) -> None:
     """Collective. Prints on rank 0."""
     world = training.world
-    with closing(Checkpoints(folder, training.config.checkpoint, world)) as checkpoints:
+    with Checkpoints(folder, training.config.checkpoint, world) as checkpoints:
         saving = Saving(training, checkpoints)
         saving.some_steps(warmup)
         for number in range(1, SAVES + 1):
@@ -113,12 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     if min(options.steps, options.warmup, options.accumulation) < 1:
         parser.error("--steps, --warmup and --accumulation are at least 1")
-    try:
-        run(options)
-    except EXPECTED as error:
-        print(f"error: rank {own_rank()}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

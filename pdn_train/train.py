@@ -17,8 +17,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,15 +28,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Progress, Saved
 from pdn_train.config import Config, ConfigError, dump, load
-from pdn_train.data import Batch, Loader, Samples, check_same_tokenizer, check_tokenizer_file, open_samples
+from pdn_train.data import Samples, check_same_tokenizer, check_tokenizer_file, open_samples
 from pdn_train.engine import Engine, deepspeed_config
-from pdn_train.health import measure
 from pdn_train.heartbeat import begin_attempt
+from pdn_train.loop import Loop, build_loader, finished_at
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
 from pdn_train.mqar import MqarError, open_examples
 from pdn_train.nodecheck import NodeError, check_nodes
-from pdn_train.optim import learning_rate
 from pdn_train.profiling import Profiler
 from pdn_train.resume import newest_whole, require_same_run, restore
 from pdn_train.rundir import Lease, RunDir, RunDirError
@@ -45,8 +43,7 @@ from pdn_train.saving import Checkpoints, WriteError, require_space
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest, leave
 from pdn_train.stragglers import OwnTime
-from pdn_train.tasks import EvaluationError, Options, Subject, evaluate_loss, run_tasks
-from pdn_train.tokenizer import Tokenizer
+from pdn_train.tasks import EvaluationError
 from pdn_train.watchdog import Watchdog
 from pdn_train.weights import WeightsError, find, load_into, load_weights
 from pdn_train.world import Disagreement, World, WorldError, own_rank, require_kernel_cache
@@ -56,7 +53,6 @@ log = logging.getLogger("pdn_train")
 
 def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, samples: Samples, validation: Samples | None) -> int:
     """Train to config.train.steps or to a stop request; returns the exit code. Collective."""
-    accumulation = config.accumulation(world.size)
     run_dir = RunDir(Path(config.run_dir))
     with take(run_dir, world) as lease, Checkpoints(run_dir.checkpoints, config.checkpoint, world) as checkpoints:
         watchdog.beat("checking the nodes")
@@ -65,105 +61,51 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         saved = newest_whole(run_dir.checkpoints, world)
         if saved is not None:
             world.together(lambda: require_same_run(saved, config, samples.fingerprint))
-        watchdog.beat("building the model")
-        model = build_model(config)
-        warm = warm_start(config, world, model, samples) if saved is None and config.init_from is not None else None
-        parameters = sum(p.numel() for p in model.parameters())
-        world.from_leader(lambda: require_space(run_dir.checkpoints, parameters))
-        engine = Engine(model, config, world)
-        if saved is not None:
-            watchdog.beat("loading the checkpoint", saved.progress.step)
-            restore(saved, engine, config, world)
-            checkpoints.last_step = saved.progress.step
-        elif config.init_from is not None:
-            engine.set_masters(warm)
+        world.from_leader(lambda: require_space(run_dir.checkpoints, estimate.parameters(config.model)))
+        engine = build_engine(config, world, watchdog, samples, saved)
         checkpoints.reserve(engine)
         progress = resumed(saved, config) if saved is not None else Progress()
+        checkpoints.last_step = progress.step if saved is not None else None
         world.from_leader(lambda: run_dir.record(dump(config), samples.tokenizer))
         world.from_leader(lambda: cut_back(run_dir, progress.step))
-        announce(config, world, parameters, saved)
+        announce(config, world, saved)
 
-        loader = build_loader(samples, accumulation, config, world)
+        loader = build_loader(samples, config.accumulation(world.size), config, world)
         journal = Journal(run_dir, world, progress, pace(config, world), config.train.steps, config.log.every, config.train.max_nonfinite)
         checkpoints.tell = journal.checkpoint
         profiler = Profiler(config.profile, run_dir.tensorboard, world)
         own_time = OwnTime(engine.model, world)
-        tokens_per_step = config.train.global_batch * config.data.seq_len
-
-        def save(in_streak: bool = False) -> None:
-            settled = journal.flush()
-            if settled.skipped_in_row and not in_streak:
-                return  # weights are those of an earlier step, and in a long streak its checkpoint must not be pruned away
-            watchdog.beat("saving a checkpoint", settled.step)
-            with journal.paused():
-                checkpoints.save(engine, settled, config, samples.fingerprint)
-
-        with finished_at(NonfiniteError, checkpoints), closing(loader.steps(progress.position)) as steps:
-            while progress.step < config.train.steps:
-                watchdog.beat("reading samples", progress.step)
-                with own_time.reading():
-                    batches, position, fault = take_batches(steps)
-                # One small exchange between the hosts a step: its targets, and whether any rank was told to stop or cannot read its samples
-                watchdog.beat("meeting the other ranks")
-                flags = [stop.name is not None, lease.lost is not None, fault is not None, checkpoints.own_part_done]
-                targets, stopping, lost, unread, written = world.sum([sum(b.targets for b in batches), *flags])
-                if lost:
-                    raise RunDirError(lease.lost or "rank 0 lost the lease of the run folder to another job")
-                if unread:
-                    checkpoints.finish()
-                    raise fault or Disagreement("another rank cannot read its samples; its own line says why")
-                if written == world.size:
-                    checkpoints.proceed()
-                if stopping:
-                    break
-                watchdog.beat("computing")
-                rate = learning_rate(progress.step, config.optim, config.train.steps)
-                with profiler.step(progress.step, engine) as parts:
-                    outcome = engine.step(batches, rate, targets)
-                progress = replace(progress, step=progress.step + 1, position=position, tokens=progress.tokens + tokens_per_step)
-                journal.add(progress, engine.rate, outcome)
-                if parts is not None:
-                    journal.parts(progress, parts.seconds())
-                if progress.step % config.log.every == 0:
-                    own_time.report(config.log.every)
-                if config.log.health and progress.step % config.log.health == 0:
-                    settled = journal.flush()
-                    watchdog.beat("measuring the recurrences")
-                    with journal.paused():
-                        journal.health(settled, measure(engine.model, batches[0].input_ids.to(world.device)))
-                if config.eval.every and progress.step % config.eval.every == 0:
-                    settled = journal.flush()
-                    watchdog.beat("validating")
-                    with journal.paused():
-                        journal.validation(settled, *validate(engine, validation, config, world), evaluate(engine, samples, config, world))
-                if progress.step % config.checkpoint.every == 0:
-                    save()
-        profiler.close()
-        if checkpoints.last_step != progress.step:
-            save(in_streak=True)
-        watchdog.beat("finishing the checkpoint", progress.step)
-        checkpoints.finish()
-        journal.close()
-        done = progress.step >= config.train.steps
+        parts = (engine, checkpoints, journal, profiler, own_time, samples, validation)
+        training = Loop(config, world, stop, watchdog, lease, *parts, progress)
+        with finished_at(NonfiniteError, checkpoints):
+            with closing(loader.steps(progress.position)) as steps:
+                training.go_on(steps)
+            profiler.close()
+            training.end()
+        done = training.progress.step >= config.train.steps
         if world.leads:
-            log.info("%s: %s", "done" if done else stopped(progress.step, stop), run_dir.checkpoints)
+            log.info("%s: %s", "done" if done else stopped(training.progress.step, stop), run_dir.checkpoints)
         return 0 if done else REQUEUE
+
+
+def build_engine(config: Config, world: World, watchdog: Watchdog, samples: Samples, saved: Saved | None) -> Engine:
+    """The model under DeepSpeed, with the weights of the checkpoint, of `init_from`, or of train.seed. Collective."""
+    watchdog.beat("building the model")
+    model = build_model(config)
+    warm = warm_start(config, world, model, samples) if saved is None and config.init_from is not None else None
+    engine = Engine(model, config, world)
+    if saved is not None:
+        watchdog.beat("loading the checkpoint", saved.progress.step)
+        restore(saved, engine, config, world)
+    elif config.init_from is not None:
+        engine.set_masters(warm)
+    return engine
 
 
 def stopped(step: int, stop: StopRequest) -> str:
     """torchrun does not know of exit codes that mean no harm: after our last line it prints where in its own code the signal met it."""
     then = "torchrun adds a traceback of its own" if torch.distributed.is_torchelastic_launched() else f"exit code {REQUEUE}"
     return f"stopped at step {step} by {stop.name or 'another rank'}, nothing is lost: the same command goes on from there ({then})"
-
-
-@contextmanager
-def finished_at(error: type[Exception], checkpoints: Checkpoints) -> Iterator[None]:
-    """An error that all ranks meet at once still lets the checkpoint that is being written be published. Collective where it is met."""
-    try:
-        yield
-    except error:
-        checkpoints.finish()
-        raise
 
 
 def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
@@ -182,20 +124,6 @@ def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
         return samples, validation
 
     return world.each(act)
-
-
-def build_loader(samples: Samples, accumulation: int, config: Config, world: World) -> Loader:
-    """This rank's share of the samples, and its piece of each."""
-    place = (world.data_rank, world.data_ranks, config.data.reset_at_documents, world.sequence_rank, world.sequence)
-    return Loader(samples, config.train.micro_batch, accumulation, *place)
-
-
-def take_batches(steps: Iterator[tuple[list[Batch], int]]) -> tuple[list[Batch], int, ShardError | None]:
-    """The next step's micro-batches and the position after it, or no batches and the fault met in reading them."""
-    try:
-        return *next(steps), None
-    except ShardError as error:
-        return [], 0, error
 
 
 def resumed(saved: Saved, config: Config) -> Progress:
@@ -250,30 +178,11 @@ def pace(config: Config, world: World) -> Pace:
     return Pace(config.train.global_batch * config.data.seq_len, estimate.flops_per_token(config), estimate.peak_flops(device))
 
 
-def validate(engine: Engine, samples: Samples, config: Config, world: World) -> tuple[float, int]:
-    """(nats per target token, target tokens) over the first eval.samples validation samples, shared out over the ranks."""
-    batches = build_loader(samples, 1, config, world).once(config.eval.samples)
-    loss, targets = evaluate_loss(engine.model, batches, world.device, engine.relay)
-    total = world.sum_floats([loss, float(targets)])
-    return total[0] / max(1.0, total[1]), int(total[1])
-
-
-def evaluate(engine: Engine, samples: Samples, config: Config, world: World) -> dict:
-    """The results of eval.tasks at the length of training. Every rank computes all: sharded weights run on all ranks together."""
-    if not config.eval.tasks:
-        return {}
-    tokenizer = None if samples.tokenizer is None else Tokenizer.load(samples.tokenizer)
-    subject = Subject(engine.model, tokenizer, config.data.model_dump(), config.run_dir)
-    lengths = (config.data.seq_len,)
-    options = Options(samples=config.eval.samples, micro_batch=config.train.micro_batch, device=world.device, lengths=lengths)
-    return run_tasks(subject, config.eval.tasks, options)
-
-
-def announce(config: Config, world: World, parameters: int, saved: Saved | None) -> None:
+def announce(config: Config, world: World, saved: Saved | None) -> None:
     if world.leads:
         shared = f", {world.sequence} ranks a sequence" if world.sequence > 1 else ""
         where = f"{world.size} x {world.device.type}{shared}, ZeRO-{config.parallel.zero}, {config.train.precision}"
-        log.info("%s, %.1fM parameters, %s, %s", config.model.recurrence, parameters / 1e6, where, config.run_dir)
+        log.info("%s, %.1fM parameters, %s, %s", config.model.recurrence, estimate.parameters(config.model) / 1e6, where, config.run_dir)
         if saved is not None:
             at = saved.progress
             log.info("resumed at step %d, sample %d, %d tokens", at.step, at.position, at.tokens)

@@ -21,10 +21,10 @@ from pdn_train import engine
 from pdn_train.checkpoint import Progress
 from pdn_train.config import Config, build
 from pdn_train.data import Batch, open_samples
+from pdn_train.loop import build_loader
 from pdn_train.model import LanguageModel
 from pdn_train.resume import newest_whole, restore
 from pdn_train.saving import Checkpoints
-from pdn_train.train import build_loader
 from pdn_train.world import World
 
 RANKS, LENGTH, VOCABULARY, GLOBAL_BATCH = 4, 24, 50, 4
