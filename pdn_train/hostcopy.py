@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+log = logging.getLogger(__name__)
 PIECE = 256 << 20  # bytes locked, and copied, at a time
 ALIGNMENT = 4096
 
@@ -35,7 +37,7 @@ class HostCopy:
     def take(self, state: object) -> object:
         """`state` with its tensors copied to the host as they are now, those that share memory still sharing it; the rest is shared.
 
-        Returns when the copy is there. Raises OSError or torch.cuda.CudaError where the memory cannot be had.
+        Returns when the copy is there. Raises OSError where the memory cannot be had.
         """
         storages = _storages(state)
         self._get(sum(map(_room, storages.values())))
@@ -66,7 +68,7 @@ class HostCopy:
 
 
 class _Memory:
-    """`size` bytes, page-locked where the device is a GPU."""
+    """`size` bytes, page-locked where the device is a GPU and allows it."""
 
     def __init__(self, size: int, device: torch.device):
         self.size, self._locked = size, []
@@ -76,12 +78,20 @@ class _Memory:
         with contextlib.suppress(OSError):  # a kernel without huge pages: the same memory, slower to lock
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        lock = device.type == "cuda"
         for piece in self._bytes.split(PIECE):
             piece.zero_()
-            if device.type == "cuda":
-                with torch.cuda.device(device):  # on a new thread it would be the first one, and get a context there
-                    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-                self._locked.append(piece)
+            lock = lock and self._lock(piece, device)
+
+    def _lock(self, piece: Tensor, device: torch.device) -> bool:
+        """Whether it could be; else copies go the driver's slower way, to the same end."""
+        with torch.cuda.device(device):  # on a new thread it would be the first one, and get a context there
+            code = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        if code:
+            log.warning("host memory for checkpoints is not page-locked (cudaHostRegister: error %d): saves stop training longer", code)
+            return False
+        self._locked.append(piece)
+        return True
 
     def copy(self, storage: UntypedStorage, start: int) -> UntypedStorage:
         """Begin to copy a storage to `start`, in pieces that were locked together; returns the copy's storage."""

@@ -84,10 +84,12 @@ def test_memory_is_kept_for_the_next_copy_and_grows_with_the_state(device):
 class Driver:
     """What locks pages, without a GPU."""
 
-    def __init__(self):
-        self.locked = {}
+    def __init__(self, most: int = 1000):
+        self.locked, self.most = {}, most
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if len(self.locked) == self.most:
+            return 2
         self.locked[address] = size
         return 0
 
@@ -101,7 +103,6 @@ def test_every_copy_lies_in_memory_that_was_locked_in_one_go(monkeypatch):
     monkeypatch.setattr(hostcopy, "PIECE", 8192)
     driver, copies, copy = Driver(), [], torch.Tensor.copy_
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
 
@@ -117,6 +118,20 @@ def test_every_copy_lies_in_memory_that_was_locked_in_one_go(monkeypatch):
     for start, size in copies:
         assert any(piece <= start and start + size <= piece + length for piece, length in driver.locked.items())
     assert len(copies) > 6 and len(driver.locked) > 3
+    host.close()
+    assert not driver.locked
+
+
+def test_a_driver_that_locks_no_more_memory_is_told_of_and_the_copy_is_the_same(monkeypatch, caplog):
+    driver = Driver(most=1)
+    monkeypatch.setattr(hostcopy, "PIECE", 8192)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    live, host = state(torch.device("cpu")), HostCopy(torch.device("cuda", 0))
+    copied = host.take(live)
+    assert all(torch.equal(x, y) for x, y in zip(tensors(live), tensors(copied), strict=True))
+    assert len(driver.locked) == 1 and "cudaHostRegister: error 2" in caplog.text
     host.close()
     assert not driver.locked
 
