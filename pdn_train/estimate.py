@@ -82,6 +82,17 @@ def _gate_columns(model: ModelConfig) -> int:
     return model.num_heads + decay + precond  # beta's first
 
 
+def _input_columns(model: ModelConfig) -> int:
+    """What the mixer's one product gives, filled up to whole 16 bytes in 16 bits."""
+    return -(-(3 * _width(model) + _gate_columns(model)) // 8) * 8
+
+
+def _filled_weight(model: ModelConfig) -> int:
+    """Numbers of the copy of its weight with rows of zeros, which the backward pass needs; 0 where nothing is filled up."""
+    columns = _input_columns(model)
+    return columns * model.hidden_size if columns > 3 * _width(model) + _gate_columns(model) else 0
+
+
 def _block_matrices(model: ModelConfig) -> int:
     """Elements of one block's Linear layers."""
     hidden, width = model.hidden_size, _width(model)
@@ -149,10 +160,11 @@ def _activation_memory(config: Config) -> dict[str, float]:
         # o and what the stages made; the final states, which nothing reads, too
         kept += e * _width(model) + _triton_stages(model, e) + 4 * _width(model) * model.head_dim / config.data.seq_len
     again = 0 if mode == "none" else whole
+    weights = e * _filled_weight(model) * (model.num_layers if mode == "none" else 1)
     logits = min(LOSS_LOGITS[model.kernel], tokens * model.vocab_size)
     each = e if model.kernel == "triton" else e + 4
     return {
-        "activations": float(tokens * (model.num_layers * kept + again)),
+        "activations": float(tokens * (model.num_layers * kept + again) + weights),
         "loss": float(logits * each + model.vocab_size * hidden * (4 + e) + 3 * tokens * hidden * e),
     }
 
@@ -160,7 +172,7 @@ def _activation_memory(config: Config) -> dict[str, float]:
 def _products(model: ModelConfig, e: int) -> int:
     """The outputs of a block's Linear layers, bytes a token."""
     up = 2 * _width(model) if model.mixer.decay == "channel" else 0
-    return e * (3 * _width(model) + _gate_columns(model) + up + 2 * model.hidden_size + 2 * model.mlp_size)
+    return e * (_input_columns(model) + up + 2 * model.hidden_size + 2 * model.mlp_size)
 
 
 def _torch_block(model: ModelConfig, e: int) -> int:
@@ -172,7 +184,7 @@ def _triton_block(model: ModelConfig, e: int) -> float:
     """Bytes a token: the stream and its norm, twice; the MLP's two halves; the mixer's inputs in one product; q, k, v, o
     and o normed; with a decay a channel its product, itself and the output gate's; the gates of a head in fp32; the stages' own."""
     width, channel, heads = _width(model), model.mixer.decay == "channel", model.num_heads
-    numbers = 4 * model.hidden_size + 2 * model.mlp_size + 3 * width + _gate_columns(model) + (5 + 3 * channel) * width
+    numbers = 4 * model.hidden_size + 2 * model.mlp_size + _input_columns(model) + (5 + 3 * channel) * width
     gates = 1 + (model.mixer.decay == "scalar") + 2 * model.preconditioned
     return e * numbers + 4 * gates * heads + _triton_stages(model, e)
 

@@ -1,4 +1,4 @@
-"""Eight ranks of a node that compile one kernel at once into the job's cache, one of them hindered (triton-lang/triton#2688)."""
+"""Eight ranks of a node that compile one kernel into the job's cache, one of them hindered, the others at once (triton-lang/triton#2688)."""
 
 import os
 import subprocess
@@ -24,17 +24,17 @@ def release(rank):
 
 
 def test_ranks_that_compile_at_once(tmp_path):
-    """The hindered rank ends non-zero with its error, which ends the job (test_local.py); the others have the same binary, and so has a
-    rank that finds the cache as they left it."""
+    """The hindered rank ends non-zero with its error, which ends the job (test_local.py); the others, in the cache that it left, have the
+    same binary, and so has a rank that finds the cache as they left it. (It goes first: later it might find a finished cache.)"""
     ranks = [start(tmp_path, *(["busy"] if rank == 3 else [])) for rank in range(8)]
     for rank in ranks:
         assert rank.stdout.readline() == "ready\n"
-    for rank in sorted(ranks, key=lambda rank: rank is not ranks[3]):  # it looks into the cache long before another has filled it
+    hindered = ranks.pop(3)
+    said = hindered.communicate("\n", timeout=300)[1]
+    assert hindered.returncode != 0 and "Device or resource busy" in said
+    for rank in ranks:
         release(rank)
-    ended = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
-    _, said, code = ended.pop(3)
-    assert code != 0 and "Device or resource busy" in said
-    said, stderr, code = zip(*ended, strict=True)
+    said, stderr, code = zip(*((*rank.communicate(timeout=300), rank.returncode) for rank in ranks), strict=True)
     assert set(code) == {0} and len(set(said)) == 1, stderr
     last = start(tmp_path)
     assert last.stdout.readline() == "ready\n"
