@@ -1,4 +1,4 @@
-"""Eight ranks of a node and one kernel in the job's cache: one of them is hindered, the others compile at once (triton-lang/triton#2688)."""
+"""Eight ranks of a node and one kernel in the job's cache, one of them hindered, the others compiling at once (triton-lang/triton#2688)."""
 
 import os
 import subprocess
