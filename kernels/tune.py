@@ -2,8 +2,8 @@
 
 For each stage the present setting and every candidate are first checked: the whole op runs with it, forward and backward, and must agree
 with the torch backend (fp32, on the same bf16 inputs) in every output and gradient; a candidate that is wrong, spills out of shared memory
-or fails to compile cannot win. Then the op is timed by graph replays with that stage changed. Prints the rows to put into the table, with date and card; it
-changes no file. Some minutes, most of it compilation.
+or fails to compile cannot win. Then the op is timed by graph replays with that stage changed. Prints the rows to put into the table, with
+date and card; it changes no file. Some minutes, most of it compilation.
 """
 
 from __future__ import annotations
