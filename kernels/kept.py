@@ -1,6 +1,6 @@
 """Results that are kept while a computation is run again: `once` computes them, or gives what it gave the first time.
 
-Activation checkpointing runs a module again in the backward pass (`pdn_train.recompute`). What costs too much to be run twice asks
+Activation checkpointing runs a block again in the backward pass (`pdn_train.recompute`). What costs too much to be run twice asks
 here: the recurrence's stages and the products of Linear layers. By default `once` just computes. (A dispatch mode could hold products
 back too, and costs the host a call in Python for every operator, in both passes.)
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Results = tuple[Tensor | None, ...]
@@ -17,11 +19,19 @@ Results = tuple[Tensor | None, ...]
 _thread = threading.local()  # autograd runs backward passes, and what is run again in them, in threads of its own
 
 
-class Keep:
-    """with Keep(kept): every `once` computes and adds its results to kept."""
+class Made(NamedTuple):
+    """What a `once` gave: kept, or to be computed again, or of use to nobody but for its size."""
 
-    def __init__(self, kept: list[tuple[Results, list[int]]]):
-        self.kept = kept
+    results: Results | None
+    versions: list[int]
+    sizes: list[tuple[torch.Size, torch.dtype, torch.device]] | None
+
+
+class Keep:
+    """with Keep(made): every `once` computes and adds to `made` what becomes of its results; with everything=False none are kept."""
+
+    def __init__(self, made: list[Made], everything: bool = True):
+        self.made, self.everything = made, everything
 
     def __enter__(self) -> Keep:
         self.outer, _thread.holder = getattr(_thread, "holder", None), self
@@ -30,21 +40,30 @@ class Keep:
     def __exit__(self, *_) -> None:
         _thread.holder = self.outer
 
-    def take(self, compute: Callable[[], Results]) -> Results:
-        made = compute()
-        self.kept.append((_apart(made), _versions(made)))
-        return made
+    def take(self, compute: Callable[[], Results], read: bool) -> Results:
+        results = compute()
+        if not read:
+            self.made.append(Made(None, [], [(x.shape, x.dtype, x.device) for x in results]))
+        elif self.everything:
+            self.made.append(Made(_apart(results), _versions(results), None))
+        else:
+            self.made.append(Made(None, [], None))
+        return results
 
 
 class HandBack(Keep):
-    """with HandBack(kept): every `once`, in the same order, gives what was kept, and computes nothing."""
+    """with HandBack(made): every `once`, in the same order, gives what was kept, and computes what was not and is read."""
 
     def __enter__(self) -> HandBack:
-        self.next: Iterator[tuple[Results, list[int]]] = iter(self.kept)
+        self.next: Iterator[Made] = iter(self.made)
         return super().__enter__()
 
-    def take(self, compute: Callable[[], Results]) -> Results:
-        results, versions = next(self.next)
+    def take(self, compute: Callable[[], Results], read: bool) -> Results:
+        results, versions, sizes = next(self.next)
+        if sizes is not None:
+            return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in sizes)
+        if results is None:
+            return compute()
         if _versions(results) != versions:
             shapes = [list(x.shape) for x in results if x is not None]
             raise RuntimeError(f"a result that is kept for the backward pass was changed in place: one of {shapes}")
@@ -56,10 +75,13 @@ def held() -> bool:
     return getattr(_thread, "holder", None) is not None
 
 
-def once(compute: Callable[[], Results]) -> Results:
-    """compute(), or in a `HandBack` what it gave in the `Keep` before. For the forward pass of an autograd function: no gradients."""
+def once(compute: Callable[[], Results], read: bool = True) -> Results:
+    """compute(), or in a `HandBack` what it gave in the `Keep` before. For the forward pass of an autograd function: no gradients.
+
+    read=False: no backward pass reads the results' values, and a HandBack gives tensors of their sizes that hold anything.
+    """
     holder = getattr(_thread, "holder", None)
-    return compute() if holder is None else holder.take(compute)
+    return compute() if holder is None else holder.take(compute, read)
 
 
 def _versions(results: Results) -> list[int]:

@@ -21,17 +21,19 @@ def swiglu(x: Tensor, backend: str = "torch") -> Tensor:
         return swiglu_triton.swiglu(x)
 
 
-def swiglu_linear(x: Tensor, weight: Tensor, backend: str = "torch") -> Tensor:
-    """swiglu(x) weight^T for x [..., 2 M] and weight [D, M], of one dtype: [..., D]. In Triton only x is kept for the backward pass."""
+def swiglu_linear(x: Tensor, weight: Tensor, backend: str = "torch", read: bool = True) -> Tensor:
+    """swiglu(x) weight^T for x [..., 2 M] and weight [D, M], of one dtype: [..., D]. In Triton only x is kept for the backward pass.
+
+    read=False: no backward pass reads the result, so where it is run again it is not computed (`kernels.kept.once`)."""
     _check(x, backend)
     if weight.shape[1] != x.shape[-1] // 2:
         raise ValueError(f"weight has shape {list(weight.shape)}: for x {list(x.shape)} it must be [D, {x.shape[-1] // 2}]")
     if backend == "torch":
-        return linear(swiglu(x), weight)
+        return linear(swiglu(x), weight, read)
     from kernels import swiglu_triton
 
     with on_device(x):
-        return swiglu_triton.swiglu_linear(x, weight)
+        return swiglu_triton.swiglu_linear(x, weight, read)
 
 
 def _check(x: Tensor, backend: str) -> None:

@@ -83,9 +83,9 @@ class _SwiGLU(torch.autograd.Function):
 
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, read):
         ctx.save_for_backward(x, weight)
-        (y,) = once(lambda: (torch.mm(_forward(x), weight.t()),))
+        (y,) = once(lambda: (torch.mm(_forward(x), weight.t()),), read)
         return y
 
     @staticmethod
@@ -95,7 +95,7 @@ class _SwiGLULinear(torch.autograd.Function):
         dy = torch.mm(grad, weight)
         y = torch.empty_like(dy)
         dx = _backward(x, dy, y)
-        return dx, torch.mm(grad.t(), y)
+        return dx, torch.mm(grad.t(), y), None
 
 
 def _programs(N: int, M: int) -> int:
@@ -108,7 +108,7 @@ def swiglu(x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
+def swiglu_linear(x: Tensor, weight: Tensor, read: bool) -> Tensor:
     """Of a checked call (arguments as `kernels.swiglu.swiglu_linear`)."""
-    y = _SwiGLULinear.apply(aligned(x).view(-1, x.shape[-1]), weight)
+    y = _SwiGLULinear.apply(aligned(x).view(-1, x.shape[-1]), weight, read)
     return y.view(*x.shape[:-1], -1)

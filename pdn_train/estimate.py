@@ -146,7 +146,7 @@ def _activation_memory(config: Config) -> dict[str, float]:
 
     none         `_triton_block`, or with the torch kernels 2 (8 + e) h + 4 e m + (8 e + MIXER_FP32 + PRECONDITIONER_FP32 if there is one) w
     block        e h, and one block's "none" while it is run again
-    selective    e h + e (outputs of the Linear layers), with the Triton kernels what the recurrence made, and one block's "none"
+    selective    e h + e (outputs of the Linear layers but the last), with the Triton kernels what the recurrence made; one block's "none"
 
     The loss holds LOSS_LOGITS logits in e bytes (torch: e + 4), the sum of the head's gradient in fp32 and one term of it, and of the
     hidden states the last ones, the normed ones and their gradient.
@@ -170,9 +170,9 @@ def _activation_memory(config: Config) -> dict[str, float]:
 
 
 def _products(model: ModelConfig, e: int) -> int:
-    """The outputs of a block's Linear layers, bytes a token."""
+    """The outputs of a block's Linear layers but the last, which nothing reads again, bytes a token."""
     up = 2 * _width(model) if model.mixer.decay == "channel" else 0
-    return e * (_input_columns(model) + up + 2 * model.hidden_size + 2 * model.mlp_size)
+    return e * (_input_columns(model) + up + model.hidden_size + 2 * model.mlp_size)
 
 
 def _torch_block(model: ModelConfig, e: int) -> int:

@@ -222,14 +222,14 @@ class Mixer(nn.Module):
 
 
 class DownProjection(Linear):
-    """SwiGLU's middle and its last product; a module of its own, whose weight ZeRO-3 gathers for it."""
+    """SwiGLU's middle and its last product, which is only added to the stream; a module of its own, whose weight ZeRO-3 gathers for it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config.mlp_size, config.hidden_size)
         self.kernel = config.kernel
 
     def forward(self, gate_up: Tensor) -> Tensor:  # [..., 2 mlp_size] -> [..., hidden]
-        return swiglu_linear(gate_up, self.weight, self.kernel)
+        return swiglu_linear(gate_up, self.weight, self.kernel, read=False)
 
 
 class MLP(nn.Module):

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a module keeps less of its forward pass and runs parts of it again in the backward pass.
+"""Activation checkpointing: a block keeps less of its forward pass and runs parts of it again in the backward pass.
 
     none        everything the backward pass needs is kept
-    block       the module keeps its input and is run again, whole
+    block       the block keeps its input and is run again, but for its last product, which is only added to the stream
     selective   it keeps its input and the products of its Linear layers (`kernels.product`); all else is run again: norms, convolution,
                 gates, activation functions, and with model.kernel=torch the recurrence. What the Triton recurrence makes for its backward
                 pass is kept too: 0.8 KB a token and head (16 bits, 128 channels, a decay a head), and its stages are most of what would
@@ -12,28 +12,55 @@ The gradients are the same bit for bit, also under ZeRO-3. What each mode keeps,
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kernels import kept
 
 
-def _plainly(module: nn.Module, *inputs: object) -> Tensor:
-    return module(*inputs)
+class _Again(torch.autograd.Function):
+    """block(x, *rest), made without a graph; the backward pass makes it again with one, and goes back through that.
+
+    `torch.utils.checkpoint` does it with hooks on every saved tensor, whose calls cost the host about as long as a block's own work.
+    `graded` [0] makes the output part of the graph also where x is not: the block's parameters want gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, block: nn.Module, everything: bool, graded: Tensor, x: Tensor, *rest: object) -> Tensor:
+        ctx.block, ctx.rest, ctx.results = block, rest, []
+        ctx.save_for_backward(x)
+        with kept.Keep(ctx.results, everything):
+            return block(x, *rest)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_(ctx.needs_input_grad[3])
+        results, ctx.results = ctx.results, None  # from here on the graph holds what it needs
+        with torch.enable_grad(), kept.HandBack(results):
+            y = ctx.block(x, *ctx.rest)
+        del results
+        torch.autograd.backward(y, grad)
+        return None, None, None, x.grad, *(None for _ in ctx.rest)
 
 
-def _again(module: nn.Module, *inputs: object) -> Tensor:
-    return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
+def _plainly(block: nn.Module, x: Tensor, *rest: object) -> Tensor:
+    return block(x, *rest)
 
 
-def _between_products(module: nn.Module, *inputs: object) -> Tensor:
-    return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_products)
+def _whole(block: nn.Module, x: Tensor, *rest: object) -> Tensor:
+    return _again(block, False, x, *rest)
 
 
-RUN = {"none": _plainly, "block": _again, "selective": _between_products}  # mode -> f(module, *inputs) = module(*inputs)
+def _between_products(block: nn.Module, x: Tensor, *rest: object) -> Tensor:
+    return _again(block, True, x, *rest)
 
 
-def _keep_products() -> tuple[kept.Keep, kept.HandBack]:
-    """What `checkpoint` enters in the forward pass and when it runs a module again: the first keeps results, the second hands them back."""
-    results: list = []
-    return kept.Keep(results), kept.HandBack(results)
+def _again(block: nn.Module, everything: bool, x: Tensor, *rest: object) -> Tensor:
+    if not torch.is_grad_enabled():
+        return block(x, *rest)
+    return _Again.apply(block, everything, x.new_empty(0).requires_grad_(), x, *rest)
+
+
+RUN = {"none": _plainly, "block": _whole, "selective": _between_products}  # mode -> f(block, x, *rest) = block(x, *rest)

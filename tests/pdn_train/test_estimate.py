@@ -3,18 +3,16 @@
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import kept
 from kernels.cross_entropy import CHUNK_LOGITS
 from kernels.recurrence import RECURRENCES
-from pdn_train import config, estimate, recompute
+from pdn_train import config, estimate
 from pdn_train.config import ConfigError, ModelConfig
 from pdn_train.model import CONV_WIDTH, LanguageModel
 
@@ -130,7 +128,7 @@ def test_activations_are_near_what_autograd_keeps(name):
 
 
 def test_checkpointing_keeps_what_the_formula_says():
-    """block: a block's input. selective: and the outputs of qkv, gates, out, gate_up and down: 3 x 64 + 8 + 2 x 40 + 2 x 96 numbers."""
+    """block: a block's input. selective: and the outputs of qkv, gates, out and gate_up: 3 x 64 + 8 + 40 + 2 x 96 numbers."""
     shape = {"hidden_size": 40, "num_heads": 2, "head_dim": 32, "intermediate_size": 96, "vocab_size": 70}
     sections = {"data": {"path": "d", "seq_len": 64}}
 
@@ -141,7 +139,7 @@ def test_checkpointing_keeps_what_the_formula_says():
 
     found = [kept_by_autograd({**shape, "num_layers": n}, "block", torch.bfloat16, 4, 64) for n in (1, 2)]
     assert growth("block") == 2 * 40 == (found[1] - found[0]) / (4 * 64)
-    assert growth("selective") == 2 * 40 + 2 * (3 * 64 + 4 * 2 + 2 * 40 + 2 * 96)
+    assert growth("selective") == 2 * 40 + 2 * (3 * 64 + 4 * 2 + 40 + 2 * 96)
 
 
 @pytest.fixture
@@ -167,25 +165,21 @@ def test_triton_activations_are_what_autograd_keeps(name, dtype, size, idle_kern
 
 
 def test_triton_selective_keeps_products_and_stages(monkeypatch, idle_kernels):
-    """What the checkpoint's contexts hold, and the block's input."""
+    """What is held back from a second run, and the block's input."""
     held = []
 
-    class Listed(list):
-        def __init__(self):
-            super().__init__()
-            held.append(self)
+    class Listed(kept.Keep):
+        def __init__(self, made, everything):
+            super().__init__(made, everything)
+            held.append(made)
 
-    def contexts():
-        results = Listed()
-        return kept.Keep(results), kept.HandBack(results)
-
-    monkeypatch.setattr(recompute, "_keep_products", contexts)
-    monkeypatch.setitem(recompute.RUN, "selective", partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    monkeypatch.setattr(kept, "Keep", Listed)
     shape = {"recurrence": "pkda", "hidden_size": 40, "num_heads": 3, "head_dim": 64, "intermediate_size": 56, "vocab_size": 70}
     model = LanguageModel(ModelConfig(kernel="triton", num_layers=1, **shape), "selective").bfloat16()
     ids = torch.zeros(2, 128, dtype=torch.long)
-    model(ids, ids)
-    tensors = [x for results, _ in held[0] for x in results if x is not None]
+    loss = model(ids, ids)  # whose graph holds what was made
+    tensors = [x for made in held[0] for x in made.results or () if x is not None]
+    assert loss.requires_grad
     found = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
     train = {"micro_batch": 2, "global_batch": 2, "activation_checkpoint": "selective"}
     one, two = (
