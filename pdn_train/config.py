@@ -98,6 +98,7 @@ class DataConfig(Section):
     seed: Count = 42
     reset_at_documents: bool = False
     mqar_pairs: Count = 0  # > 0: no shards; the synthetic task of `pdn_train.mqar` with so many pairs
+    mqar_fewest: Count = 0  # > 0: training steps take turns at so many pairs, twice as many ... mqar_pairs
     mqar_examples: Positive = 100_000  # of it, an epoch
 
 
@@ -248,6 +249,8 @@ class Config(Section):
                 f"data.mqar_pairs={self.data.mqar_pairs} makes its own samples, without documents: leave data.path and "
                 "data.reset_at_documents out"
             )
+        if self.data.mqar_fewest > self.data.mqar_pairs:
+            raise ValueError(f"data.mqar_fewest={self.data.mqar_fewest} is above data.mqar_pairs={self.data.mqar_pairs}")
         if self.eval.every and not self.data.val_path and not self.data.mqar_pairs:
             raise ValueError(f"eval.every={self.eval.every} needs data.val_path, a folder of validation shards")
         if self.parallel.zero == 0 and self.train.precision == "bf16":

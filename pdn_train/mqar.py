@@ -8,8 +8,11 @@ The task is Zoology's (arXiv:2312.04927; docs/paper.md, section 5). With a vocab
 and the only labels are at those second occurrences: the key's value, which does not follow it. Slot i = 0, 1, ... is drawn without
 replacement with weight a (i + 1)^(a - 1), a = 0.01, so most questions come soon after the pairs.
 
-Every example is a function of (seed, split, its number) alone. One takes 0.1 to 0.2 ms of a CPU core; those of the training set are kept,
-4 L bytes each, since they come again every epoch.
+With data.mqar_fewest = n the training steps take turns at n, 2 n, 4 n ... N pairs; held-out examples always have N. That is not the
+published task: it is there because recall is learned sooner from few pairs (docs/results.md).
+
+Every example is a function of (seed, split, its number, its pairs) alone. One takes 0.1 to 0.2 ms of a CPU core; those of the training set
+are kept, 4 L bytes each, since they come again every epoch.
 """
 
 from __future__ import annotations
@@ -72,18 +75,30 @@ def check(pairs: int, length: int, vocab: int) -> None:
         raise MqarError(f"{pairs} pairs need {pairs} keys, and a vocabulary of {vocab} has {vocab // 2 - 1} (model.vocab_size)")
 
 
+def turns(fewest: int, pairs: int) -> tuple[int, ...]:
+    """fewest, 2 fewest, 4 fewest ... as long as they are below pairs, and pairs."""
+    below = []
+    while fewest < pairs:
+        below.append(fewest)
+        fewest *= 2
+    return (*below, pairs)
+
+
 class Examples:
     """A source of samples for `pdn_train.data.Loader`: position -> an example, in a new order each epoch."""
 
     tokenizer: Path | None = None  # ids stand for themselves
 
-    def __init__(self, pairs: int, count: int, length: int, vocab: int, seed: int, split: str) -> None:
-        """count: examples an epoch. Raises MqarError."""
+    def __init__(
+        self, pairs: int, count: int, length: int, vocab: int, seed: int, split: str, fewest: int | None = None, step: int = 1
+    ) -> None:
+        """count: examples an epoch. fewest: steps of `step` examples take turns from so many pairs on. Raises MqarError."""
         check(pairs, length, vocab)
-        self.seq_len, self._count, self._what = length, count, (pairs, length, vocab, seed, split)
+        self.seq_len, self._count, self._what = length, count, (length, vocab, seed, split)
+        self._turns, self._step = turns(fewest or pairs, pairs), step
         self._inputs = np.empty((count, length), np.min_scalar_type(vocab - 1))
         self._labels = np.empty((count, length), np.int32 if vocab > 2**15 else np.int16)
-        self._made = np.zeros(count, bool)
+        self._made = np.zeros(count, np.int32)  # the pairs of what is there
         self._order: tuple[int, Callable[[int], int]] = (-1, lambda number: number)
 
     def __len__(self) -> int:
@@ -92,26 +107,27 @@ class Examples:
     @property
     def fingerprint(self) -> dict:
         """What a resumed run must find unchanged; seed and length are keys of the configuration and compared there."""
-        return {"mqar": {"pairs": self._what[0], "examples": self._count}}
+        return {"mqar": {"pairs": list(self._turns), "examples": self._count}}
 
     def pair(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels) at a position of the training order, [length] int64 each."""
         epoch, index = divmod(position, self._count)
-        if self._what[4] == "train":
+        pairs = self._turns[position // self._step % len(self._turns)]
+        if self._what[3] == "train":
             if self._order[0] != epoch:
-                self._order = (epoch, Permutation(self._count, "mqar", self._what[3], epoch))
+                self._order = (epoch, Permutation(self._count, "mqar", self._what[2], epoch))
             index = self._order[1](index)
-        if not self._made[index]:
-            self._inputs[index], self._labels[index] = example(*self._what, index)
-            self._made[index] = True
+        if self._made[index] != pairs:
+            self._inputs[index], self._labels[index] = example(pairs, *self._what, index)
+            self._made[index] = pairs
         return self._inputs[index].astype(np.int64), self._labels[index].astype(np.int64)
 
 
 def open_examples(config: Config) -> tuple[Examples, Examples]:
     """The training examples of a run, and the held-out ones."""
-    what = (config.data.seq_len, config.model.vocab_size, config.data.seed)
-    pairs = config.data.mqar_pairs
-    return Examples(pairs, config.data.mqar_examples, *what, "train"), Examples(pairs, VALIDATION, *what, "validation")
+    data, what = config.data, (config.data.seq_len, config.model.vocab_size, config.data.seed)
+    train = Examples(data.mqar_pairs, data.mqar_examples, *what, "train", data.mqar_fewest or None, config.train.global_batch)
+    return train, Examples(data.mqar_pairs, VALIDATION, *what, "validation")
 
 
 @torch.no_grad()

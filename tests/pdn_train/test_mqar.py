@@ -52,6 +52,22 @@ def test_an_epoch_holds_every_example_once_in_a_new_order():
     assert [tuple(Examples(4, 10, 32, 256, 7, "train").pair(13)[0])] == [epochs[1][3]]  # a resumed run
 
 
+def test_steps_take_turns_at_more_pairs_and_what_is_held_out_does_not():
+    """Steps of 5 at 2, 4, 6 pairs; the same on every call, after any others, in later epochs too."""
+    assert mqar.turns(2, 6) == (2, 4, 6) and mqar.turns(4, 64) == (4, 8, 16, 32, 64) and mqar.turns(6, 6) == (6,)
+    source = Examples(6, 10, 48, 256, 7, "train", 2, 5)
+    first = [source.pair(position) for position in range(40)]
+    asked = [int((labels != -100).sum()) for _, labels in first]
+    assert asked == [pairs for step in range(8) for pairs in 5 * [(2, 4, 6)[step % 3]]]
+    assert all(np.array_equal(source.pair(position)[0], first[position][0]) for position in reversed(range(40)))
+    config = build({"run_dir": "r", "data": {"mqar_pairs": 6, "mqar_fewest": 2, "seq_len": 48}, "train": {"global_batch": 5}}, "test")
+    train, held_out = mqar.open_examples(config)
+    assert [int((train.pair(position)[1] != -100).sum()) for position in (0, 5, 10)] == [2, 4, 6]
+    assert {int((held_out.pair(position)[1] != -100).sum()) for position in range(12)} == {6}
+    with pytest.raises(ConfigError, match="data.mqar_fewest=8 is above data.mqar_pairs=6"):
+        build({"run_dir": "r", "data": {"mqar_pairs": 6, "mqar_fewest": 8}}, "test")
+
+
 def test_the_loader_counts_labels_only():
     batch = Loader(Examples(4, 10, 32, 256, 0, "train"), 3, 1, 0, 1, False).step(0)[0]
     assert batch.input_ids.shape == (3, 32) and batch.targets == 12 == int((batch.labels != -100).sum())
