@@ -98,7 +98,7 @@ class DataConfig(Section):
     seed: Count = 42
     reset_at_documents: bool = False
     mqar_pairs: Count = 0  # > 0: no shards; the synthetic task of `pdn_train.mqar` with so many pairs
-    mqar_fewest: Count = 0  # > 0: training steps take turns at so many pairs, twice as many ... mqar_pairs
+    mqar_fewest: Count = 0  # > 0: training climbs from so many pairs over twice as many ... to mqar_pairs in its first half
     mqar_examples: Positive = 100_000  # of it, an epoch
 
 

@@ -8,8 +8,9 @@ The task is Zoology's (arXiv:2312.04927; docs/paper.md, section 5). With a vocab
 and the only labels are at those second occurrences: the key's value, which does not follow it. Slot i = 0, 1, ... is drawn without
 replacement with weight a (i + 1)^(a - 1), a = 0.01, so most questions come soon after the pairs.
 
-With data.mqar_fewest = n the training steps take turns at n, 2 n, 4 n ... N pairs; held-out examples always have N. That is not the
-published task: it is there because recall is learned sooner from few pairs (docs/results.md).
+With data.mqar_fewest = n the first half of training climbs from n pairs over 2 n, 4 n ... to N, so many steps each: a row of L tokens is
+then N / n examples of n pairs and L n / N tokens side by side. Held-out examples are whole from the start. That is not the published task:
+it is there because recall is learned sooner from few pairs (docs/results.md).
 
 Every example is a function of (seed, split, its number, its pairs) alone. One takes 0.1 to 0.2 ms of a CPU core; those of the training set
 are kept, 4 L bytes each, since they come again every epoch.
@@ -75,13 +76,23 @@ def check(pairs: int, length: int, vocab: int) -> None:
         raise MqarError(f"{pairs} pairs need {pairs} keys, and a vocabulary of {vocab} has {vocab // 2 - 1} (model.vocab_size)")
 
 
-def turns(fewest: int, pairs: int) -> tuple[int, ...]:
-    """fewest, 2 fewest, 4 fewest ... as long as they are below pairs, and pairs."""
-    below = []
-    while fewest < pairs:
-        below.append(fewest)
-        fewest *= 2
-    return (*below, pairs)
+def climb(fewest: int, pairs: int) -> tuple[int, ...]:
+    """fewest, 2 fewest, 4 fewest ... pairs. Raises MqarError where they do not end there."""
+    rungs = [fewest]
+    while rungs[-1] < pairs:
+        rungs.append(2 * rungs[-1])
+    if rungs[-1] != pairs:
+        raise MqarError(f"{fewest} pairs, doubled again and again, never are {pairs} (data.mqar_fewest, data.mqar_pairs)")
+    return tuple(rungs)
+
+
+def row(pairs: int, most: int, length: int, vocab: int, seed: int, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels) [length] int64: most / pairs examples side by side, numbered on from number most / pairs."""
+    parts = most // pairs
+    made = [example(pairs, length // parts, vocab, seed, split, number * parts + part) for part in range(parts)]
+    inputs, labels = (np.concatenate(one) for one in zip(*made, strict=True))
+    rest = np.zeros(length - len(inputs), np.int64)  # of a length that the parts do not divide
+    return np.concatenate([inputs, rest]), np.concatenate([labels, rest + IGNORED])
 
 
 class Examples:
@@ -90,12 +101,12 @@ class Examples:
     tokenizer: Path | None = None  # ids stand for themselves
 
     def __init__(
-        self, pairs: int, count: int, length: int, vocab: int, seed: int, split: str, fewest: int | None = None, step: int = 1
+        self, pairs: int, count: int, length: int, vocab: int, seed: int, split: str, fewest: int | None = None, each: int = 1
     ) -> None:
-        """count: examples an epoch. fewest: steps of `step` examples take turns from so many pairs on. Raises MqarError."""
+        """count: rows an epoch. fewest: they are of so many pairs first, twice as many after `each` rows, and so on. Raises MqarError."""
         check(pairs, length, vocab)
         self.seq_len, self._count, self._what = length, count, (length, vocab, seed, split)
-        self._turns, self._step = turns(fewest or pairs, pairs), step
+        self._climb, self._each = climb(fewest or pairs, pairs), each
         self._inputs = np.empty((count, length), np.min_scalar_type(vocab - 1))
         self._labels = np.empty((count, length), np.int32 if vocab > 2**15 else np.int16)
         self._made = np.zeros(count, np.int32)  # the pairs of what is there
@@ -107,18 +118,18 @@ class Examples:
     @property
     def fingerprint(self) -> dict:
         """What a resumed run must find unchanged; seed and length are keys of the configuration and compared there."""
-        return {"mqar": {"pairs": list(self._turns), "examples": self._count}}
+        return {"mqar": {"pairs": list(self._climb), "examples": self._count}}
 
     def pair(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels) at a position of the training order, [length] int64 each."""
         epoch, index = divmod(position, self._count)
-        pairs = self._turns[position // self._step % len(self._turns)]
+        pairs = self._climb[min(position // self._each, len(self._climb) - 1)]
         if self._what[3] == "train":
             if self._order[0] != epoch:
                 self._order = (epoch, Permutation(self._count, "mqar", self._what[2], epoch))
             index = self._order[1](index)
         if self._made[index] != pairs:
-            self._inputs[index], self._labels[index] = example(pairs, *self._what, index)
+            self._inputs[index], self._labels[index] = row(pairs, self._climb[-1], *self._what, index)
             self._made[index] = pairs
         return self._inputs[index].astype(np.int64), self._labels[index].astype(np.int64)
 
@@ -126,7 +137,9 @@ class Examples:
 def open_examples(config: Config) -> tuple[Examples, Examples]:
     """The training examples of a run, and the held-out ones."""
     data, what = config.data, (config.data.seq_len, config.model.vocab_size, config.data.seed)
-    train = Examples(data.mqar_pairs, data.mqar_examples, *what, "train", data.mqar_fewest or None, config.train.global_batch)
+    fewest = data.mqar_fewest or data.mqar_pairs
+    steps = max(1, config.train.steps // 2 // max(1, len(climb(fewest, data.mqar_pairs)) - 1))
+    train = Examples(data.mqar_pairs, data.mqar_examples, *what, "train", fewest, steps * config.train.global_batch)
     return train, Examples(data.mqar_pairs, VALIDATION, *what, "validation")
 
 

@@ -52,18 +52,37 @@ def test_an_epoch_holds_every_example_once_in_a_new_order():
     assert [tuple(Examples(4, 10, 32, 256, 7, "train").pair(13)[0])] == [epochs[1][3]]  # a resumed run
 
 
-def test_steps_take_turns_at_more_pairs_and_what_is_held_out_does_not():
-    """Steps of 5 at 2, 4, 6 pairs; the same on every call, after any others, in later epochs too."""
-    assert mqar.turns(2, 6) == (2, 4, 6) and mqar.turns(4, 64) == (4, 8, 16, 32, 64) and mqar.turns(6, 6) == (6,)
-    source = Examples(6, 10, 48, 256, 7, "train", 2, 5)
-    first = [source.pair(position) for position in range(40)]
-    asked = [int((labels != -100).sum()) for _, labels in first]
-    assert asked == [pairs for step in range(8) for pairs in 5 * [(2, 4, 6)[step % 3]]]
-    assert all(np.array_equal(source.pair(position)[0], first[position][0]) for position in reversed(range(40)))
-    config = build({"run_dir": "r", "data": {"mqar_pairs": 6, "mqar_fewest": 2, "seq_len": 48}, "train": {"global_batch": 5}}, "test")
+def questions(labels: np.ndarray) -> int:
+    return int((labels != -100).sum())
+
+
+def test_training_climbs_in_its_first_half_and_what_is_held_out_is_whole():
+    """12 steps of 5 rows from 2 pairs to 8: 3 steps of four examples of 2 pairs a row, 3 of two of 4, then one of 8."""
+    config = build(
+        {"run_dir": "r", "data": {"mqar_pairs": 8, "mqar_fewest": 2, "seq_len": 50}, "train": {"global_batch": 5, "steps": 12}}, "t"
+    )
     train, held_out = mqar.open_examples(config)
-    assert [int((train.pair(position)[1] != -100).sum()) for position in (0, 5, 10)] == [2, 4, 6]
-    assert {int((held_out.pair(position)[1] != -100).sum()) for position in range(12)} == {6}
+    vocab, seed = config.model.vocab_size, config.data.seed
+    rows = [train.pair(position) for position in range(60)]
+    for position, (inputs, labels) in enumerate(rows):
+        assert len(inputs) == len(labels) == 50 and questions(labels) == 8
+        parts = {0: 4, 1: 2}.get(position // 15, 1)
+        for start in range(0, 50 // parts * parts, 50 // parts):
+            ids, asked = inputs[start : start + 50 // parts], labels[start : start + 50 // parts]
+            pairs = 8 // parts
+            answers = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
+            assert questions(asked) == pairs == len(answers)
+            assert all(asked[i] == answers[ids[i]] for i in np.flatnonzero(asked != -100))
+        assert (labels[50 // parts * parts :] == -100).all()
+    again = mqar.open_examples(config)[0]
+    assert all(np.array_equal(again.pair(position)[0], rows[position][0]) for position in reversed(range(60)))  # a resumed run's
+    assert all(np.array_equal(held_out.pair(n)[0], example(8, 50, vocab, seed, "validation", n)[0]) for n in range(10))
+
+
+def test_a_climb_that_does_not_end_at_the_pairs_is_refused():
+    assert mqar.climb(4, 64) == (4, 8, 16, 32, 64) and mqar.climb(6, 6) == (6,)
+    with pytest.raises(MqarError, match="5 pairs, doubled again and again, never are 64"):
+        mqar.climb(5, 64)
     with pytest.raises(ConfigError, match="data.mqar_fewest=8 is above data.mqar_pairs=6"):
         build({"run_dir": "r", "data": {"mqar_pairs": 6, "mqar_fewest": 8}}, "test")
 
