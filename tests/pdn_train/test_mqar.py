@@ -58,9 +58,8 @@ def questions(labels: np.ndarray) -> int:
 
 def test_training_climbs_in_its_first_half_and_what_is_held_out_is_whole():
     """12 steps of 5 rows from 2 pairs to 8: 3 steps of four examples of 2 pairs a row, 3 of two of 4, then one of 8."""
-    config = build(
-        {"run_dir": "r", "data": {"mqar_pairs": 8, "mqar_fewest": 2, "seq_len": 50}, "train": {"global_batch": 5, "steps": 12}}, "t"
-    )
+    data = {"mqar_pairs": 8, "mqar_fewest": 2, "seq_len": 50}
+    config = build({"run_dir": "r", "data": data, "train": {"global_batch": 5, "steps": 12}, "optim": {"warmup_steps": 0}}, "test")
     train, held_out = mqar.open_examples(config)
     vocab, seed = config.model.vocab_size, config.data.seed
     rows = [train.pair(position) for position in range(60)]
