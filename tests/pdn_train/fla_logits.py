@@ -2,9 +2,9 @@
 
 Without arguments: a small model of each kind, random weights, exported, loaded there by AutoModelForCausalLM, run on the same ids, in fp32
 (relative RMS error of the logits at most 1e-4) and bf16 (1e-2, or little more than this project's own), against this project's fp64 model
-on the CPU. FOLDER names exports of --format fla instead; `--kinds pgdn,pkda` takes some of them. Prints a line each and exits 1 where one is off, 77
-where flash-linear-attention, transformers or a GPU is missing. Its kernels run with the first of their configurations: trying them all out
-takes minutes, and logits do not depend on it.
+on the CPU. FOLDER names exports of --format fla instead; `--kinds pgdn,pkda` takes some kinds. Prints a line each and exits 1 where one is
+off, 77 where flash-linear-attention, transformers or a GPU is missing. Its kernels run with the first of their configurations: trying them
+all out takes minutes, and logits do not depend on it.
 """
 
 from __future__ import annotations
