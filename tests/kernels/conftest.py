@@ -90,6 +90,11 @@ def case():
 
 
 @pytest.fixture(scope="session")
+def errors():
+    return _errors
+
+
+@pytest.fixture(scope="session")
 def assert_close():
     def check(got, judge, tolerance, states=None):
         """Every entry within tolerance (states: that of s and a) and finite; the message has all errors."""

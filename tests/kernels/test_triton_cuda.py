@@ -3,9 +3,12 @@
 Run as a script it prints the worst relative RMS error of each tensor over the matrix: python tests/kernels/test_triton_cuda.py
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
+from kernels import chunk_torch
 from kernels.chunk import Preconditioner, delta_rule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -18,6 +21,7 @@ SHAPES = [
     dict(T=70, K=256, V=60),
 ]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
+ROUNDINGS = 3  # times what one rounding costs: about as many stand between 16-bit operands and the gradient of the write keys
 
 
 def judged(one, dtype):
@@ -26,14 +30,45 @@ def judged(one, dtype):
     return one.run("triton", dtype, "cuda"), {n: x.cpu() for n, x in one.run("torch", torch.float64, "cuda").items()}
 
 
+class _Rounded(torch.autograd.Function):
+    """The write keys, and in the backward pass their gradient, once through dtype."""
+
+    @staticmethod
+    def forward(ctx, w, dtype):
+        ctx.dtype = dtype
+        return w.to(dtype).to(w.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+def tolerances(one, dtype, errors, device="cuda"):
+    """{name: limit}. The gradients of gain, forget and center are sums of the write keys' gradient in which terms cancel: rounding that
+    once to dtype, with all else in fp64, costs up to 2.7e-2 (bf16). Where a few such roundings cost more than LIMITS they are the limit.
+    """
+    one = one.rounded(dtype)
+    exact = one.run("torch", torch.float64, device)
+
+    def rounded(*given, write_key=chunk_torch.write_key):
+        return _Rounded.apply(write_key(*given), dtype)
+
+    with mock.patch.object(chunk_torch, "write_key", rounded):
+        off = errors(one.run("torch", torch.float64, device), {n: x.cpu() for n, x in exact.items()})
+    return {n: max(LIMITS[dtype], ROUNDINGS * off[n]) if n in ("dp", "dc", "dm") else LIMITS[dtype] for n in exact}
+
+
 MATRIX = [(name, dtype) for dtype in LIMITS for name in NAMES if dtype != torch.float16 or name in ("pgdn", "pkda")]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s['T']}K{s['K']}")
 @pytest.mark.parametrize("recurrence, dtype", MATRIX)
-def test_matrix(recurrence, dtype, shape, case, assert_close):
-    got, judge = judged(case(recurrence, **({"B": 2, "H": 3} | shape)), dtype)
-    assert_close(got, judge, LIMITS[dtype], None if dtype == torch.float32 else 5e-3)
+def test_matrix(recurrence, dtype, shape, case, errors):
+    one = case(recurrence, **({"B": 2, "H": 3} | shape))
+    found, limits = errors(*judged(one, dtype)), tolerances(one, dtype, errors)
+    if dtype != torch.float32:
+        limits |= {n: 5e-3 for n in ("s", "a") if n in found}
+    assert all(found[n] <= limits[n] for n in found), (found, limits)  # NaN fails too
 
 
 def test_repeats_are_bit_equal(case):
