@@ -52,7 +52,13 @@ def publish(temporary: Path, state: dict, config: CheckpointConfig) -> None:
     sync(final.parent)
     complete(final, text)
     marker.unlink()
-    prune(final, config)
+    try:
+        prune(final, config)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final} is whole, but what checkpoint.keep={config.keep} gives up could not be removed: {error}; remove it, or mend the file "
+            "system, and start the run again"
+        ) from error
 
 
 def complete(folder: Path, state: bytes) -> None:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from pdn_train import hostmemory
 from pdn_train.checkpoint import VERSION, CheckpointError, Progress, entry_of
 from pdn_train.config import CheckpointConfig, Config
 from pdn_train.files import sync
@@ -191,13 +192,13 @@ def require_space(root: Path, parameters: int) -> None:
         )
 
 
-def _require_memory(needs: list[int], table: Path = Path("/proc/meminfo")) -> None:
+def _require_memory(needs: list[int]) -> None:
     """needs: bytes, of each rank of this node. Where they are not there the kernel would kill a process, which says less."""
-    available = next(int(line.split()[1]) << 10 for line in table.read_text().splitlines() if line.startswith("MemAvailable:"))
-    if available < sum(needs):
+    left = hostmemory.available()
+    if left < sum(needs):
         raise CheckpointError(
             f"a copy of this node's part of a checkpoint ({len(needs)} ranks) takes {sum(needs) / 1e9:.1f} GB of host memory, "
-            f"{available / 1e9:.1f} GB are available; with checkpoint.background=false none is taken, and training waits for every save"
+            f"{left / 1e9:.1f} GB are available; with checkpoint.background=false none is taken, and training waits for every save"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdn_train import saving
+from pdn_train import publication, saving
 from pdn_train.checkpoint import CheckpointError, Progress, folder_name
 from pdn_train.config import Config, build
 from pdn_train.resume import newest_whole
@@ -128,6 +128,22 @@ def test_a_write_that_fails_is_an_error_of_the_next_meeting(tmp_path, fill_the_d
     assert names(tmp_path) == [folder_name(1)]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_is_there(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, config(keep=1).checkpoint, WORLD)
+    checkpoints.save(Live(), Progress(1), config(), {})
+    checkpoints.finish()
+
+    def busy(folder: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(folder))
+
+    checkpoints.save(Live(), Progress(2), config(), {})
+    monkeypatch.setattr(publication.shutil, "rmtree", busy)
+    with pytest.raises(CheckpointError, match=r"step_0000000002 is whole, but what checkpoint.keep=1 gives up .* busy: .*step_0000000001"):
+        checkpoints.finish()
+    checkpoints.close()
+    assert newest_whole(tmp_path, WORLD).progress.step == 2
+
+
 def test_what_is_being_written_ends_with_the_checkpoints(tmp_path, gate):
     """Nobody may write in a run folder that another job could have taken."""
     checkpoints = saving_step_1(tmp_path)
@@ -141,11 +157,11 @@ def test_a_disk_without_room_is_named_before_training(tmp_path):
         require_space(tmp_path, 10**15)
 
 
-def test_host_memory_that_is_not_there_is_named_before_training(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       99 kB\nMemAvailable:   1000000 kB\n")
-    saving._require_memory([1_000_000_000, 24_000_000], tmp_path / "meminfo")
+def test_host_memory_that_is_not_there_is_named_before_training(monkeypatch):
+    monkeypatch.setattr(saving.hostmemory, "available", lambda: 1_024_000_000)
+    saving._require_memory([1_000_000_000, 24_000_000])
     with pytest.raises(CheckpointError, match=r"\(2 ranks\) takes 1.0 GB of .*, 1.0 GB are available; with checkpoint.background=false"):
-        saving._require_memory([1_000_000_000, 24_000_001], tmp_path / "meminfo")
+        saving._require_memory([1_000_000_000, 24_000_001])
 
 
 def test_a_fault_that_no_meeting_has_told_of_goes_to_the_log(tmp_path, fill_the_disk, caplog):
