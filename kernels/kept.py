@@ -8,7 +8,7 @@ back too, and costs the host a call in Python for every operator, in both passes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ _thread = threading.local()  # autograd runs backward passes, and what is run ag
 
 
 class Made(NamedTuple):
-    """What a `once` gave: kept, or to be computed again, or of use to nobody but for its size."""
+    """What became of the results of a `once`: kept (results), unread (sizes), or to be computed again (neither)."""
 
     results: Results | None
     versions: list[int]
@@ -55,11 +55,12 @@ class HandBack(Keep):
     """with HandBack(made): every `once`, in the same order, gives what was kept, and computes what was not and is read."""
 
     def __enter__(self) -> HandBack:
-        self.next: Iterator[Made] = iter(self.made)
+        self.at = 0  # an index: torch.compile breaks its graph at next() of a list's iterator
         return super().__enter__()
 
     def take(self, compute: Callable[[], Results], read: bool) -> Results:
-        results, versions, sizes = next(self.next)
+        results, versions, sizes = self.made[self.at]
+        self.at += 1
         if sizes is not None:
             return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in sizes)
         if results is None:

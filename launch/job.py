@@ -119,7 +119,9 @@ def threads(here: JobEnvironment, cpus_per_task: int) -> int:
     return cpus_per_task if here.cluster == "slurm" else max(1, len(os.sched_getaffinity(0)) // here.num_tasks)
 
 
-def visible_gpus() -> list[int]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process by number; empty where it does not say."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+def visible_gpus() -> list[int] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process by number, none where it names them otherwise; None where it is not set."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return None
     return [int(number) for number in listed.split(",")] if listed.replace(",", "").isdigit() else []

@@ -18,7 +18,7 @@ from typing import Literal
 
 from launch.snapshot import Submission
 from pdn_train.config import LaunchConfig
-from pdn_train.heartbeat import Word, attempt_name, first_fault, obituary, read_first, read_words
+from pdn_train.heartbeat import Word, at_step, attempt_name, first_fault, obituary, read_first, read_words
 from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
 
@@ -78,8 +78,7 @@ def decide(before: list[Ending], now: Ending, launch: LaunchConfig) -> tuple[boo
         idle = bool(before) and before[-1].how == "stopped" and before[-1].step == now.step
         return True, "stopped with a checkpoint" + (", but without a step since it started: is launch.minutes too short?" if idle else "")
     if before and before[-1].how == "crashed" and before[-1].step == now.step:
-        where = f"at step {now.step}" if now.step >= 0 else "before the first step"
-        return False, f"it crashed twice {where}"
+        return False, f"it crashed twice {at_step(now.step)}"
     return True, "a crash, and not where the last one was: one more start"
 
 
@@ -105,8 +104,7 @@ def settle(
             obituary(folder) or f"the ranks ended with {code} before they said a word; see the logs in {run_dir.submissions}",
             file=sys.stderr,
         )
-    step = f" at step {now.step}" if now.step >= 0 else ""
-    print(f"{now.how}{step}; {'starting again' if again else 'not started again'}: {why}", file=sys.stderr)
+    print(f"{now.how} {at_step(now.step)}; {'starting again' if again else 'not started again'}: {why}", file=sys.stderr)
     return again, now
 
 

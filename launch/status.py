@@ -19,10 +19,10 @@ from launch.requeue import read_endings
 from launch.snapshot import Submission, submissions
 from pdn_train.checkpoint import COMPLETE, folders
 from pdn_train.config import ConfigError, load
-from pdn_train.heartbeat import Word, newest_attempt, obituary, read_words
+from pdn_train.heartbeat import Word, at_step, newest_attempt, obituary, read_words
 from pdn_train.rundir import RunDir, owner
 
-SILENT_SECONDS = 60  # a watchdog writes every 5 s at most
+SILENT_SECONDS = 60  # a watchdog writes at least every 5 s
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def detail(found: Status) -> str:
     ]
     lines += [f"  last heard  {found.heard_seconds:.0f} s ago"] if found.heard_seconds is not None else []
     for ending in read_endings(run_dir)[-5:]:
-        lines.append(f"  ended       job {ending.job}, start {ending.restart}: {ending.how} at step {ending.step}" + _because(ending.error))
+        lines.append(
+            f"  ended       job {ending.job}, start {ending.restart}: {ending.how} {at_step(ending.step)}" + _because(ending.error)
+        )
     attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     if attempt is not None and found.state in ("failed", "killed", "silent"):
         lines += ["", obituary(attempt)]

@@ -12,6 +12,7 @@ for a configuration that cannot run.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -58,8 +59,23 @@ def read(file: str, settings: list[str]) -> Config:
     config = load(file, settings)
     if config.launch.cluster != "debug":
         config.accumulation(config.launch.ranks)
+    if config.launch.cluster == "local":
+        local_gpus(config)
     sbatch_flags(config.launch)
     return config
+
+
+def local_gpus(config: Config) -> list[int]:
+    """The GPUs of a local job by number; empty: the first launch.gpus_per_node, or none on CPUs. Raises ConfigError."""
+    visible, wanted = visible_gpus(), 0 if config.train.device == "cpu" else config.launch.gpus_per_node
+    if not wanted or visible is None:
+        return []
+    if len(visible) < wanted:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} leaves {len(visible)} GPUs by number, "
+            f"launch.gpus_per_node={wanted} are asked for: name GPUs by number and set launch.gpus_per_node to how many they are, or train.device=cpu"
+        )
+    return visible
 
 
 def require_folders_of_their_own(configs: list[Config]) -> None:
@@ -106,15 +122,13 @@ def local_executor(config: Config, submission: Submission) -> submitit.LocalExec
     launch = config.launch
     lines = ["set -e", *environment(submission), *launch.setup, f'exec {interpreter(launch)} "$0" "$@"']
     executor = submitit.LocalExecutor(submission.folder, python=shlex.join(["bash", "-c", "\n".join(lines)]))
-    gpus = 0 if config.train.device == "cpu" else launch.gpus_per_node
-    visible = visible_gpus()
     executor.update_parameters(
         timeout_min=launch.minutes,
         signal_delay_s=launch.warning,
         nodes=1,
         tasks_per_node=launch.ranks_per_node,
-        gpus_per_node=gpus,
-        visible_gpus=visible if len(visible) >= gpus else (),
+        gpus_per_node=0 if config.train.device == "cpu" else launch.gpus_per_node,
+        visible_gpus=local_gpus(config),
     )
     return executor
 

@@ -98,7 +98,7 @@ class DataConfig(Section):
     seed: Count = 42
     reset_at_documents: bool = False
     mqar_pairs: Count = 0  # > 0: no shards; the synthetic task of `pdn_train.mqar` with so many pairs
-    mqar_fewest: Count = 0  # > 0: training climbs from so many pairs over twice as many ... to mqar_pairs in its first half
+    mqar_fewest: Count = 0  # > 0: in its first half training climbs from so many pairs to mqar_pairs, doubling
     mqar_examples: Positive = 100_000  # of it, an epoch
 
 
@@ -249,8 +249,6 @@ class Config(Section):
                 f"data.mqar_pairs={self.data.mqar_pairs} makes its own samples, without documents: leave data.path and "
                 "data.reset_at_documents out"
             )
-        if self.data.mqar_fewest > self.data.mqar_pairs:
-            raise ValueError(f"data.mqar_fewest={self.data.mqar_fewest} is above data.mqar_pairs={self.data.mqar_pairs}")
         if self.eval.every and not self.data.val_path and not self.data.mqar_pairs:
             raise ValueError(f"eval.every={self.eval.every} needs data.val_path, a folder of validation shards")
         if self.parallel.zero == 0 and self.train.precision == "bf16":
@@ -280,6 +278,7 @@ class Config(Section):
             near = difflib.get_close_matches(unknown[0], keys(), n=1)
             raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + (f"; did you mean '{near[0]}'?" if near else ""))
         self._check_schedule()
+        self._check_climb()
         self._check_sequence()
         return self
 
@@ -288,6 +287,22 @@ class Config(Section):
         if optim.warmup_steps + optim.decay_steps > steps:
             raise ValueError(
                 f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} do not fit in train.steps={steps}"
+            )
+
+    def _check_climb(self) -> None:
+        fewest, pairs, steps = self.data.mqar_fewest, self.data.mqar_pairs, self.train.steps
+        rungs = [fewest << n for n in range(pairs.bit_length() + 1)]
+        if not fewest:
+            return
+        if pairs not in rungs:
+            raise ValueError(
+                f"data.mqar_fewest={fewest}, doubled again and again, never is data.mqar_pairs={pairs}: halve {pairs} as often as you like, "
+                "or use 0 for no climb"
+            )
+        if steps // 2 < rungs.index(pairs):
+            raise ValueError(
+                f"data.mqar_fewest={fewest} doubles {rungs.index(pairs)} times in the first half of train.steps={steps}: take more steps, "
+                "or begin with more pairs"
             )
 
     def _check_sequence(self) -> None:

@@ -78,6 +78,15 @@ class Word:
     def place(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
+    @property
+    def at(self) -> str:
+        return at_step(self.step)
+
+
+def at_step(step: int) -> str:
+    """step: finished steps, -1 where they are not known yet."""
+    return f"at step {step}" if step >= 0 else "before the first step"
+
 
 def word_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.json"
@@ -152,12 +161,12 @@ def obituary(folder: Path) -> str:
     first = first_fault(folder, words)
     if first is None:
         return ""
-    lines = [f"First to fail: {first.place} at step {first.step}, while {first.doing}: {first.error}"]
+    lines = [f"First to fail: {first.place} {first.at}, while {first.doing}: {first.error}"]
     lines += [first.trace.rstrip()] if first.trace else []
     lines.append("Last words:")
     for word in words:
         state = "no last word" if word.state == "running" else word.state
-        lines.append(f"  {word.place}: {state}, step {word.step}, {word.doing}" + (f": {_one_line(word.error)}" if word.error else ""))
+        lines.append(f"  {word.place}: {state}, {word.at}, {word.doing}" + (f": {_one_line(word.error)}" if word.error else ""))
         if word.rank != first.rank and word.trace:
             lines.append("    " + innermost(word.trace))
     return "\n".join(lines)

@@ -8,7 +8,7 @@ The task is Zoology's (arXiv:2312.04927; docs/paper.md, section 5). With a vocab
 and the only labels are at those second occurrences: the key's value, which does not follow it. Slot i = 0, 1, ... is drawn without
 replacement with weight a (i + 1)^(a - 1), a = 0.01, so most questions come soon after the pairs.
 
-With data.mqar_fewest = n the first half of training climbs from n pairs over 2 n, 4 n ... to N, so many steps each: a row of L tokens is
+With data.mqar_fewest = n the first half of training climbs from n pairs over 2 n, 4 n ... to N, as many steps at each: a row of L tokens is
 then N / n examples of n pairs and L n / N tokens side by side. Held-out examples are whole from the start. That is not the published task:
 it is there because recall is learned sooner from few pairs (docs/results.md).
 
@@ -77,17 +77,15 @@ def check(pairs: int, length: int, vocab: int) -> None:
 
 
 def climb(fewest: int, pairs: int) -> tuple[int, ...]:
-    """fewest, 2 fewest, 4 fewest ... pairs. Raises MqarError where they do not end there."""
+    """fewest, 2 fewest, 4 fewest ... pairs, which is one of them (`pdn_train.config` sees to that)."""
     rungs = [fewest]
     while rungs[-1] < pairs:
         rungs.append(2 * rungs[-1])
-    if rungs[-1] != pairs:
-        raise MqarError(f"{fewest} pairs, doubled again and again, never are {pairs} (data.mqar_fewest, data.mqar_pairs)")
     return tuple(rungs)
 
 
 def row(pairs: int, most: int, length: int, vocab: int, seed: int, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, labels) [length] int64: most / pairs examples side by side, numbered on from number most / pairs."""
+    """(inputs, labels) [length] int64: most / pairs examples side by side, numbered on from number x most / pairs."""
     parts = most // pairs
     made = [example(pairs, length // parts, vocab, seed, split, number * parts + part) for part in range(parts)]
     inputs, labels = (np.concatenate(one) for one in zip(*made, strict=True))
@@ -96,7 +94,7 @@ def row(pairs: int, most: int, length: int, vocab: int, seed: int, split: str, n
 
 
 class Examples:
-    """A source of samples for `pdn_train.data.Loader`: position -> an example, in a new order each epoch."""
+    """A source of samples for `pdn_train.data.Loader`: position -> a row of examples, in a new order each epoch."""
 
     tokenizer: Path | None = None  # ids stand for themselves
 
@@ -118,7 +116,8 @@ class Examples:
     @property
     def fingerprint(self) -> dict:
         """What a resumed run must find unchanged; seed and length are keys of the configuration and compared there."""
-        return {"mqar": {"pairs": list(self._climb), "examples": self._count}}
+        climb = {"climb": list(self._climb), "rows each": self._each} if len(self._climb) > 1 else {}
+        return {"mqar": {"pairs": self._climb[-1], "examples": self._count, **climb}}
 
     def pair(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels) at a position of the training order, [length] int64 each."""
@@ -138,8 +137,9 @@ def open_examples(config: Config) -> tuple[Examples, Examples]:
     """The training examples of a run, and the held-out ones."""
     data, what = config.data, (config.data.seq_len, config.model.vocab_size, config.data.seed)
     fewest = data.mqar_fewest or data.mqar_pairs
-    steps = max(1, config.train.steps // 2 // max(1, len(climb(fewest, data.mqar_pairs)) - 1))
-    train = Examples(data.mqar_pairs, data.mqar_examples, *what, "train", fewest, steps * config.train.global_batch)
+    doublings = len(climb(fewest, data.mqar_pairs)) - 1
+    each = config.train.steps // 2 // doublings * config.train.global_batch if doublings else 1
+    train = Examples(data.mqar_pairs, data.mqar_examples, *what, "train", fewest, each)
     return train, Examples(data.mqar_pairs, VALIDATION, *what, "validation")
 
 

@@ -1,6 +1,6 @@
 """Before training: does every node compute, communicate, write and keep time? A node that does not is named, with what is wrong with it.
 
-Takes well under a second a node: one exact matrix product on each rank's device, one all-reduce of 32 KB, a file, the clocks.
+Takes well under a second a node: two exact matrix products (fp32, bf16) on each rank's device, one all-reduce of 32 KB, a file, the clocks.
 """
 
 from __future__ import annotations

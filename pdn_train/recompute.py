@@ -2,8 +2,8 @@
 
     none        everything the backward pass needs is kept
     block       the block keeps its input and is run again, but for its last product, which is only added to the stream
-    selective   it keeps its input and the products of its Linear layers (`kernels.product`); all else is run again: norms, convolution,
-                gates, activation functions, and with model.kernel=torch the recurrence. What the Triton recurrence makes for its backward
+    selective   it keeps its input and the products of its Linear layers but the last (`kernels.product`); all else is run again: norms,
+                convolution, gates, activation functions, and with model.kernel=torch the recurrence. What the Triton recurrence makes for its backward
                 pass is kept too: 0.8 KB a token and head (16 bits, 128 channels, a decay a head), and its stages are most of what would
                 be run again. q, k, v and the gates, which it reads, are made again by one launch
 
@@ -23,6 +23,9 @@ class _Again(torch.autograd.Function):
 
     `torch.utils.checkpoint` does it with hooks on every saved tensor, whose calls cost the host about as long as a block's own work.
     `graded` [0] makes the output part of the graph also where x is not: the block's parameters want gradients.
+
+    Neither the random state nor autocast is restored for the second run: a block draws no random numbers and chooses its own dtypes.
+    x is the only input that gets a gradient. One backward pass: the results are let go in it.
     """
 
     @staticmethod
@@ -35,6 +38,8 @@ class _Again(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.results is None:
+            raise RuntimeError("a second backward pass through a block that is run again: use activation_checkpoint='none' for it")
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[3])
         results, ctx.results = ctx.results, None  # from here on the graph holds what it needs

@@ -204,7 +204,9 @@ class Lease:
         try:
             os.link(aside, self._file)  # fails where the file exists: two jobs that start together cannot both get it
         except FileExistsError:
-            raise RunDirError(f"{self._file.parent} was taken by another job just now: {self._file.read_text()}") from None
+            raise RunDirError(
+                f"{self._file.parent} was taken by another job just now; use another run_dir, or wait until it ends"
+            ) from None
         finally:
             aside.unlink()
 

@@ -1,7 +1,8 @@
 """Which rank holds the others up.
 
 All ranks finish a step together, so a rank's own time is what it spends before it meets the others: reading its samples and running
-forward, which holds no collective up to ZeRO-2 (at stage 3 the forward pass gathers weights, and waits).
+forward, which holds no collective up to ZeRO-2 and with whole samples a rank. At stage 3 the forward pass gathers weights, with
+parallel.sequence > 1 it waits for what other pieces hand on: then a rank's own time holds waiting too, and a slow one may go unnamed.
 """
 
 from __future__ import annotations

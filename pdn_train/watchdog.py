@@ -124,7 +124,7 @@ class Watchdog:
                     first = claim_first(self.folder, first)
         if first is None:
             return None
-        return first.error if first.rank == self.rank else f"{first.place}, at step {first.step}, {first.doing}: {first.error}"
+        return first.error if first.rank == self.rank else f"{first.place}, {first.at}, {first.doing}: {first.error}"
 
     def _hangs(self) -> Word | None:
         silent = time.monotonic() - self._since
@@ -172,7 +172,7 @@ class Watchdog:
         try:
             act()
         except OSError as error:
-            log.warning("rank %d cannot write its last word in %s: %s", self.rank, self.folder, error)
+            log.warning("rank %d cannot write its word in %s: %s", self.rank, self.folder, error)
 
 
 def main_stack() -> str:

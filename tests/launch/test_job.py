@@ -87,6 +87,8 @@ def test_threads(on_slurm):
 
 
 def test_visible_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert job.visible_gpus() is None
     for value, numbers in {"": [], "2,3": [2, 3], "GPU-1f": [], "0": [0]}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert job.visible_gpus() == numbers

@@ -80,6 +80,33 @@ def test_what_has_no_key_of_its_own(yaml_file, capsys):
     assert "gpus-per-node" not in script(capsys, yaml_file, "train.device=cpu")
 
 
+@pytest.mark.parametrize(
+    "listed, device, given",
+    [
+        (None, "auto", []),
+        ("2,3,5", "auto", [2, 3, 5]),
+        ("2", "auto", None),
+        ("", "auto", None),
+        ("GPU-1f,GPU-2e", "auto", None),
+        ("2", "cpu", []),
+    ],
+)
+def test_a_local_job_takes_the_gpus_that_are_left_to_it_and_no_others(yaml_file, monkeypatch, capsys, listed, device, given):
+    """given: what submitit is told; None: refused."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    settings = ["launch.cluster=local", "launch.nodes=1", "launch.gpus_per_node=2", f"train.device={device}", "train.global_batch=32"]
+    if given is None:
+        assert submit.main([str(yaml_file), *settings]) == 2
+        assert f"CUDA_VISIBLE_DEVICES={listed} leaves {len(listed) == 1:d} GPUs by number" in capsys.readouterr().err
+        assert not (yaml_file.parent / "run").exists()
+        return
+    submission = Submission(yaml_file.parent / "submissions" / "0001")
+    parameters = submit.local_executor(submit.read(str(yaml_file), settings), submission).parameters
+    assert list(parameters["visible_gpus"]) == given and parameters["gpus_per_node"] == (0 if device == "cpu" else 2)
+
+
 def test_a_time_limit_shorter_than_the_warning(yaml_file, capsys):
     assert "signal=USR2@30\n" in script(capsys, yaml_file, "launch.minutes=1")
 

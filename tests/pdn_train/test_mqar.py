@@ -78,12 +78,50 @@ def test_training_climbs_in_its_first_half_and_what_is_held_out_is_whole():
     assert all(np.array_equal(held_out.pair(n)[0], example(8, 50, vocab, seed, "validation", n)[0]) for n in range(10))
 
 
-def test_a_climb_that_does_not_end_at_the_pairs_is_refused():
+def test_rows_of_a_later_epoch_climb_too():
+    """10 rows an epoch, 4 at 2 pairs, then 4 pairs: the rows of the first epoch do not come again."""
+    source = Examples(4, 10, 32, 256, 7, "train", 2, 4)
+    first = [source.pair(position) for position in range(24)]
+    seen = [mqar.row(2 if position < 4 else 4, 4, 32, 256, 7, "train", 0)[0].shape for position in range(24)]
+    assert set(seen) == {(32,)}
+    for position, (inputs, labels) in enumerate(first):
+        keys = inputs[0:8:2] if position >= 4 else [*inputs[0:4:2], *inputs[16:20:2]]
+        assert {int(i) for i in inputs[labels != -100]} == {int(key) for key in keys}
+
+
+def test_a_resumed_run_must_climb_as_before(make_config):
+    """The length of a rung follows train.steps, which may change on resume elsewhere."""
+
+    def prints(**data_or_steps):
+        steps = data_or_steps.pop("steps", 12)
+        data = {"mqar_pairs": 8, "seq_len": 48, **data_or_steps}
+        return mqar.open_examples(make_config(data, steps))[0].fingerprint
+
+    assert prints(mqar_fewest=2) != prints(mqar_fewest=4) != prints() != prints(mqar_fewest=2, steps=24) != prints(mqar_fewest=2)
+    assert prints() == prints(steps=24) == {"mqar": {"pairs": 8, "examples": 100_000}}
+
+
+@pytest.fixture
+def make_config():
+    def make(data, steps):
+        return build({"run_dir": "r", "data": data, "train": {"steps": steps}, "optim": {"warmup_steps": 0}}, "test")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "fewest, steps, said",
+    [
+        (5, 100, "data.mqar_fewest=5, doubled again and again, never is data.mqar_pairs=64: halve 64"),
+        (128, 100, "data.mqar_fewest=128, doubled again and again, never is data.mqar_pairs=64"),
+        (4, 7, "data.mqar_fewest=4 doubles 4 times in the first half of train.steps=7: take more steps"),
+    ],
+)
+def test_a_climb_that_cannot_be_is_refused_before_anything_starts(make_config, fewest, steps, said):
     assert mqar.climb(4, 64) == (4, 8, 16, 32, 64) and mqar.climb(6, 6) == (6,)
-    with pytest.raises(MqarError, match="5 pairs, doubled again and again, never are 64"):
-        mqar.climb(5, 64)
-    with pytest.raises(ConfigError, match="data.mqar_fewest=8 is above data.mqar_pairs=6"):
-        build({"run_dir": "r", "data": {"mqar_pairs": 6, "mqar_fewest": 8}}, "test")
+    make_config({"mqar_pairs": 64, "mqar_fewest": 4}, 8)
+    with pytest.raises(ConfigError, match=said):
+        make_config({"mqar_pairs": 64, "mqar_fewest": fewest}, steps)
 
 
 def test_the_loader_counts_labels_only():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -128,6 +129,34 @@ def test_what_nobody_reads_is_neither_kept_nor_computed_again():
             (unread,) = results.once(lambda: pytest.fail("computed again"), read=False)
         assert read.tolist() == ([1.0] * 3 if everything else [2.0] * 3)
         assert unread.shape == (2, 5) and unread.dtype == torch.float64
+
+
+def test_compiled_blocks_are_whole_and_change_no_bit(build):
+    found = []
+    for compiled in (False, True):
+        model = build("pgdn", "block")
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        model(tokens(0), tokens(1)).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_backward_pass_lets_the_results_go_and_a_second_is_refused(build, monkeypatch):
+    held = []
+
+    class Watched(results.Keep):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            held.extend(weakref.ref(x) for one in self.made for x in one.results or () if x is not None)
+
+    monkeypatch.setattr(results, "Keep", Watched)
+    loss = build("pgdn", "selective")(tokens(0), tokens(1))
+    assert held and all(one() is not None for one in held)
+    loss.backward(retain_graph=True)
+    assert all(one() is None for one in held)
+    with pytest.raises(RuntimeError, match="second backward pass .* use activation_checkpoint='none'"):
+        loss.backward()
 
 
 def test_blocks_get_gradients_behind_a_frozen_embedding(build):

@@ -156,7 +156,7 @@ def test_the_table_says_better_only_where_the_interval_leaves_zero_out():
 # ---- the sweeps of this project ----
 
 
-@pytest.mark.parametrize("name", ["sweep_mqar", "sweep_small", "sweep_ablations"])
+@pytest.mark.parametrize("name", ["sweep_mqar", "sweep_mqar_short", "sweep_small", "sweep_ablations"])
 def test_compared_runs_differ_in_the_model_only(name):
     """At one seed and setting: the same data, order, schedule and steps. The first comment has the command."""
     path = FOLDER / f"{name}.yaml"
