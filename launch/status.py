@@ -120,9 +120,8 @@ def detail(found: Status) -> str:
     ]
     lines += [f"  last heard  {found.heard_seconds:.0f} s ago"] if found.heard_seconds is not None else []
     for ending in read_endings(run_dir)[-5:]:
-        lines.append(
-            f"  ended       job {ending.job}, start {ending.restart}: {ending.how} {at_step(ending.step)}" + _because(ending.error)
-        )
+        how = f"{ending.how} {at_step(ending.step)}" + _because(ending.error)
+        lines.append(f"  ended       job {ending.job}, start {ending.restart}: {how}")
     attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     if attempt is not None and found.state in ("failed", "killed", "silent"):
         lines += ["", obituary(attempt)]

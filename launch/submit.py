@@ -73,7 +73,8 @@ def local_gpus(config: Config) -> list[int]:
     if len(visible) < wanted:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} leaves {len(visible)} GPUs by number, "
-            f"launch.gpus_per_node={wanted} are asked for: name GPUs by number and set launch.gpus_per_node to how many they are, or train.device=cpu"
+            f"launch.gpus_per_node={wanted} are asked for: name GPUs by number and set launch.gpus_per_node to how many they are, or "
+            "train.device=cpu"
         )
     return visible
 

@@ -296,8 +296,8 @@ class Config(Section):
             return
         if pairs not in rungs:
             raise ValueError(
-                f"data.mqar_fewest={fewest}, doubled again and again, never is data.mqar_pairs={pairs}: halve {pairs} as often as you like, "
-                "or use 0 for no climb"
+                f"data.mqar_fewest={fewest}, doubled again and again, never is data.mqar_pairs={pairs}: halve {pairs} as often as you "
+                "like, or use 0 for no climb"
             )
         if steps // 2 < rungs.index(pairs):
             raise ValueError(

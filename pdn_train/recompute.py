@@ -3,9 +3,9 @@
     none        everything the backward pass needs is kept
     block       the block keeps its input and is run again, but for its last product, which is only added to the stream
     selective   it keeps its input and the products of its Linear layers but the last (`kernels.product`); all else is run again: norms,
-                convolution, gates, activation functions, and with model.kernel=torch the recurrence. What the Triton recurrence makes for its backward
-                pass is kept too: 0.8 KB a token and head (16 bits, 128 channels, a decay a head), and its stages are most of what would
-                be run again. q, k, v and the gates, which it reads, are made again by one launch
+                convolution, gates, activation functions, and with model.kernel=torch the recurrence. What the Triton recurrence makes for
+                its backward pass is kept too: 0.8 KB a token and head (16 bits, 128 channels, a decay a head), and its stages are most of
+                what would be run again. q, k, v and the gates, which it reads, are made again by one launch
 
 The gradients are the same bit for bit, also under ZeRO-3. What each mode keeps, in bytes: `pdn_train.estimate`.
 """
