@@ -51,6 +51,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     norm_eps: Rate = 1e-6
     kernel: Literal["triton", "torch"] = "torch"
+    channel_dt: Literal["zero", "log_uniform"] = "zero"  # a decay a channel starts with dt_bias 0, as PKDA's source; or as a scalar decay
     neg_eigval: bool = False  # beta in [0, 2] instead of [0, 1]
     tie_gates: bool = False  # the preconditioner's decay and gain are the state's own
     precond_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.5  # x: the preconditioner lies in [1/x, x]
@@ -76,6 +77,8 @@ class ModelConfig(Section):
                 f"model.neg_eigval=true with model.precond_bound={self.precond_bound}: beta reaches 2, and 2 x precond_bound = "
                 f"{2 * self.precond_bound} > 2 lets the write eigenvalue leave the unit disk; use neg_eigval=false or precond_bound=1"
             )
+        if self.channel_dt != "zero" and self.mixer.decay != "channel":
+            raise ValueError(f"model.channel_dt={self.channel_dt} is for a decay a channel (kda, pkda), not {self.recurrence}")
         if self.tie_gates and self.recurrence not in ("pdn", "pgdn"):
             raise ValueError(f"model.tie_gates=true is for recurrence pgdn (decay and gain) and pdn (gain), not {self.recurrence}")
         special = [f"{k}={getattr(self, k)}" for k, plain in _PRECOND_DEFAULTS.items() if getattr(self, k) != plain]
@@ -452,6 +455,12 @@ def _nearest(location: tuple) -> str | None:
         return close[0]
     by_name = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in every], n=1, cutoff=0.6)
     return next((key for key in every if by_name and key.rpartition(".")[2] == by_name[0]), None)
+
+
+def default(key: str) -> Any:
+    """What a key such as model.hidden_size is where nobody sets it."""
+    section, _, name = key.partition(".")
+    return Config.model_fields[section].annotation.model_fields[name].default
 
 
 def keys() -> list[str]:

@@ -357,21 +357,21 @@ class LanguageModel(nn.Module):
         | output_bias, the output gate's             | 0                                                                 |
         | A_log, precond_A_log                       | log A, A uniform in (0, 16]                                       |
         | dt_bias (scalar decay), precond_dt_bias    | softplus^-1(dt), dt log-uniform in [0.001, 0.1]                   |
-        | dt_bias (channel decay)                    | 0                                                                 |
+        | dt_bias (channel decay)                    | 0, or with channel_dt: log_uniform like the others                |
         | center                                     | -0.2                                                              |
         """
         generator = torch.Generator().manual_seed(seed)
-        channel = self.config.mixer.decay == "channel"
+        zero = self.config.mixer.decay == "channel" and self.config.channel_dt == "zero"
         for name, parameter in self.named_parameters():
-            parameter.copy_(_initial(name, parameter.shape, channel, generator))
+            parameter.copy_(_initial(name, parameter.shape, zero, generator))
 
 
-def _initial(name: str, shape: torch.Size, channel: bool, generator: torch.Generator) -> Tensor:
+def _initial(name: str, shape: torch.Size, zero_dt: bool, generator: torch.Generator) -> Tensor:
     """The initial value, fp32 on the CPU, of the parameter with this dotted name; the table is in `LanguageModel.init_weights`."""
     last = name.rpartition(".")[2]
     if last in ("A_log", "precond_A_log"):
         return torch.log(16 * (1 - torch.rand(shape, generator=generator)))  # 1 - [0, 1) is never 0
-    if last == "precond_dt_bias" or (last == "dt_bias" and not channel):
+    if last == "precond_dt_bias" or (last == "dt_bias" and not zero_dt):
         dt = torch.exp(math.log(0.001) + math.log(100) * torch.rand(shape, generator=generator))
         return dt + torch.log(-torch.expm1(-dt))
     if last in ("dt_bias", "output_bias"):

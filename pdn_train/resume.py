@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from pdn_train.checkpoint import CheckpointError, Saved, damage, folders, read_state
-from pdn_train.config import Config
+from pdn_train.config import Config, default
 from pdn_train.publication import finish_publications
 from pdn_train.rng import restore_rng, rng_file
 from pdn_train.world import World
@@ -106,8 +106,9 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
 
 
 def _get(tree: dict, key: str) -> object:
+    """Of a configuration; a key that there was not yet then did what its default does."""
     section, _, name = key.partition(".")
-    return tree[section].get(name, "(not set)")
+    return tree[section].get(name, default(key))
 
 
 def _data_difference(then: dict, now: dict) -> str:

@@ -210,6 +210,10 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
         "seed 1 then, 9 now",
     ):
         assert part in str(caught.value)
+    del saved.state["config"]["model"]["channel_dt"]  # as in a checkpoint older than the key: it did what the default does
+    require_same_run(saved, config(), DATA)
+    with pytest.raises(CheckpointError, match="model.channel_dt: 'zero' then, 'log_uniform' now"):
+        require_same_run(saved, config(model={"recurrence": "kda", "channel_dt": "log_uniform"}), DATA)
     allowed = config(optim={"lr": 1e-3}, resume={"allow": ["optim.lr"]})
     require_same_run(saved, allowed, DATA)
     with pytest.raises(CheckpointError, match="optim.lr: 0.0004 then, 0.001 now"):

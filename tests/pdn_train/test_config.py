@@ -58,6 +58,7 @@ REFUSED = [
     ("parallel: {zero: 4}", ["parallel.zero", "4"]),
     ("model: {neg_eigval: true}", ["model.neg_eigval", "precond_bound=1.5", "3.0 > 2"]),
     ("model: {recurrence: gdn, tie_gates: true}", ["model.tie_gates", "gdn"]),
+    ("model: {channel_dt: log_uniform}", ["model.channel_dt=log_uniform", "kda, pkda", "not pgdn"]),
     ("model: {recurrence: gdn, precond_form: atq}", ["model.precond_form", "gdn"]),
     ("model: {kernel: triton, precond_interval: up}", ["model.precond_interval", "model.kernel=torch"]),
     ("model: {precond_form: atq, precond_interval: up}", ["model.precond_interval=up", "atq", "use both"]),

@@ -149,6 +149,10 @@ def test_initial_weights_follow_the_table():
         assert a_log.exp().min() > 0 and a_log.exp().max() <= 16 and 6 < a_log.exp().mean() < 10
     dt = F.softplus(mixer.precond_dt_bias)
     assert dt.min() > 0.00099 and dt.max() < 0.101 and 0.006 < dt.log().mean().exp() < 0.016  # log-uniform: the middle is 0.01
+    channels = LanguageModel(ModelConfig(**SMALL, recurrence="kda", channel_dt="log_uniform"))
+    channels.init_weights(3)
+    dt = F.softplus(channels.blocks[0].mixer.dt_bias)
+    assert dt.min() > 0.00099 and dt.max() < 0.101 and dt.log().std() > 0.9  # 1.33 over the whole range
     scalar = LanguageModel(ModelConfig(**SMALL, recurrence="pgdn"))
     scalar.init_weights(3)
     assert F.softplus(scalar.blocks[0].mixer.dt_bias).min() > 0.00099
