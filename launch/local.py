@@ -28,11 +28,14 @@ COMING_SECONDS = 30.0  # that ranks have to listen, before a signal reaches them
 SHOWN_LINES = 20
 
 
-def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor]) -> int:
+def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor], stop: StopRequest) -> int:
     """Start the job until it is done, stopped from outside or given up; returns 0, 75 or 1."""
-    stop, run_dir, launch = StopRequest(), submission.run_dir, submission.config.launch
+    run_dir, launch = submission.run_dir, submission.config.launch
     restart = 0
     while True:
+        if stop.name is not None:
+            print(f"{run_dir.path}: not started: {stop.name}", file=sys.stderr)
+            return REQUEUE
         job = start(executor(), submission)
         print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
         attempt = run_dir.heartbeats / attempt_name(job.job_id, 0)

@@ -19,7 +19,7 @@ from launch.requeue import read_endings
 from launch.snapshot import Submission, submissions
 from pdn_train.checkpoint import COMPLETE, folders
 from pdn_train.config import ConfigError, load
-from pdn_train.heartbeat import Word, at_step, newest_attempt, obituary, read_words
+from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
 from pdn_train.rundir import RunDir, owner
 
 SILENT_SECONDS = 60  # a watchdog writes at least every 5 s
@@ -40,6 +40,7 @@ class Status:
     checkpoint: str | None  # newest whole one
     restarts: int
     heard_seconds: float | None  # since the last word of any rank
+    refused: str | None  # why a later start was, which changed nothing
 
 
 def status(path: Path) -> Status:
@@ -65,6 +66,7 @@ def status(path: Path) -> Status:
         checkpoint=_newest_checkpoint(run_dir.checkpoints),
         restarts=restarts,
         heard_seconds=heard,
+        refused=newest_refusal(run_dir.heartbeats) if attempt is not None and refusal(attempt) is None else None,
     )
 
 
@@ -119,6 +121,7 @@ def detail(found: Status) -> str:
         f"  restarts    {found.restarts}",
     ]
     lines += [f"  last heard  {found.heard_seconds:.0f} s ago"] if found.heard_seconds is not None else []
+    lines += [f"  refused     a later start: {found.refused}"] if found.refused is not None else []
     for ending in read_endings(run_dir)[-5:]:
         how = f"{ending.how} {at_step(ending.step)}" + _because(ending.error)
         lines.append(f"  ended       job {ending.job}, start {ending.restart}: {how}")

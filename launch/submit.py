@@ -6,7 +6,7 @@ All three run the same `launch.job.Job` from a snapshot of the code. Needs submi
 GPU.
 
 Exits with 0 once jobs are submitted (slurm) or done (local, debug), 75 for a run that was stopped and can go on, 1 for one that failed, 2
-for a configuration that cannot run.
+for a configuration that cannot run. A signal that stops a local run ends the list: the runs after it are not started.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from launch.requeue import AGAIN
 from launch.snapshot import Submission
 from pdn_train.config import Config, ConfigError, LaunchConfig, load
 from pdn_train.rundir import RunDir, RunDirError
+from pdn_train.signals import REQUEUE, StopRequest
 
 # Set by keys of the launch section, or by submitit itself
 OWN_FLAGS = {"nodes", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "constraint", "job-name", "requeue", "no-requeue"}
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.dry_run:
             print("\n".join(dry_run(config) for config in configs))
             return 0
-        return max(submit(config, sys.argv if argv is None else argv) for config in configs)
+        return submit_all(configs, sys.argv if argv is None else argv)
     except (ConfigError, RunDirError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,12 +92,20 @@ def require_folders_of_their_own(configs: list[Config]) -> None:
         raise ConfigError(f"run_dir={double} stands in two of the files: each run of a sweep needs a folder of its own")
 
 
-def submit(config: Config, command: list[str]) -> int:
+def submit_all(configs: list[Config], command: list[str]) -> int:
+    """In order; on this machine a signal ends the whole list. The code of one that failed, else 75 if one was stopped, else 0."""
+    stop = StopRequest() if any(config.launch.cluster == "local" for config in configs) else None
+    codes = [submit(config, command, stop) for config in configs]
+    return max(codes, key=lambda code: (code not in (0, REQUEUE), code))
+
+
+def submit(config: Config, command: list[str], stop: StopRequest | None) -> int:
+    """stop: of a local job."""
     if config.launch.cluster == "slurm":
         require_slurm()
     submission = Submission.create(config, command)
     if config.launch.cluster == "local":
-        return local.run(submission, lambda: local_executor(config, submission))
+        return local.run(submission, lambda: local_executor(config, submission), stop)
     if config.launch.cluster == "debug":
         return debug(submission)
     try:

@@ -120,13 +120,30 @@ def claim_first(folder: Path, word: Word) -> Word:
 
 
 def newest_attempt(heartbeats: Path, owner: dict | None = None) -> Path | None:
-    """The folder of the newest start. owner: of the run folder's lease; then the start that holds it, not one that was refused since."""
+    """The folder of the newest start. owner: of the run folder's lease; then the start that holds it, not one that was refused since.
+
+    Nor one that was refused after all had ended, unless there is no other.
+    """
     attempts = sorted(_attempts(heartbeats), key=lambda p: p.stat().st_ctime_ns, reverse=True)
     if owner:
         for attempt in attempts:
             if any(all(owner.get(key) == getattr(word, key) for key in ("machine", "pid", "started")) for word in read_words(attempt)):
                 return attempt
-    return next(iter(attempts), None)
+    return next((attempt for attempt in attempts if refusal(attempt) is None), next(iter(attempts), None))
+
+
+def newest_refusal(heartbeats: Path) -> str | None:
+    """Why the newest start of all was refused; None where it was not."""
+    newest = max(_attempts(heartbeats), key=lambda p: p.stat().st_ctime_ns, default=None)
+    return None if newest is None else refusal(newest)
+
+
+def refusal(attempt: Path) -> str | None:
+    """The error that refused a start before its first step, which another start would meet again; None for every other start."""
+    words = read_words(attempt)
+    first = first_fault(attempt, words)
+    refused = first is not None and first.final and all(word.step < 0 and word.state != "running" for word in words)
+    return first.error if refused else None
 
 
 def attempt_name(job: str, restart: int | str) -> str:

@@ -22,10 +22,11 @@ class _Again(torch.autograd.Function):
     """block(x, *rest), made without a graph; the backward pass makes it again with one, and goes back through that.
 
     `torch.utils.checkpoint` does it with hooks on every saved tensor, whose calls cost the host about as long as a block's own work.
-    `graded` [0] makes the output part of the graph also where x is not: the block's parameters want gradients.
+    `graded` [0] makes the output part of the graph where x is not, but parameters of the block want gradients.
 
     Neither the random state nor autocast is restored for the second run: a block draws no random numbers and chooses its own dtypes.
-    x is the only input that gets a gradient. One backward pass: the results are let go in it.
+    x is the only input that gets a gradient; those of parameters are added to their .grad, as `backward` does, whatever was asked for
+    (`torch.autograd.grad` cannot ask for them). One backward pass: the results are let go in it.
     """
 
     @staticmethod
@@ -65,7 +66,8 @@ def _between_products(block: nn.Module, x: Tensor, *rest: object) -> Tensor:
 def _again(block: nn.Module, everything: bool, x: Tensor, *rest: object) -> Tensor:
     if not torch.is_grad_enabled():
         return block(x, *rest)
-    return _Again.apply(block, everything, x.new_empty(0).requires_grad_(), x, *rest)
+    graded = x.new_empty(0).requires_grad_(any(p.requires_grad for p in block.parameters()))
+    return _Again.apply(block, everything, graded, x, *rest)
 
 
 RUN = {"none": _plainly, "block": _whole, "selective": _between_products}  # mode -> f(block, x, *rest) = block(x, *rest)

@@ -84,6 +84,22 @@ def test_a_failed_run_says_how(run, capsys):
     assert "First to fail: rank 1" in said and "start 1: crashed at step 29: OSError: the disk" in said and "restarts    2" in said
 
 
+def test_a_start_that_was_refused_leaves_the_run_as_it_was(run, capsys):
+    """By a fault that another start would meet, before its first step; not by one in the middle, and the only start is shown."""
+    refused = replace(ME, state="failed", step=-1, final=True, error="CheckpointError: optim.lr: 0.002 then, 0.001 now", time=time.time())
+    say(run, refused, refused, attempt="1.0")
+    assert status.status(run).state == "failed" and status.status(run).refused is None
+    done = replace(ME, state="done", step=140)
+    say(run, done, done, attempt="2.0")
+    say(run, refused, replace(refused, rank=1, final=False, error="Disagreement: rank 0"), attempt="3.0")
+    assert status.status(run).state == "done"
+    status.main([str(run)])
+    said = capsys.readouterr().out
+    assert "refused     a later start: CheckpointError: optim.lr: 0.002 then" in said and "First to fail" not in said
+    say(run, replace(refused, step=141), attempt="4.0")
+    assert status.status(run).state == "failed"
+
+
 def hold(run: Path, **owner: object) -> None:
     """Rank 0 of this process holds the run folder."""
     words = {"machine": ME.machine, "pid": ME.pid, "started": ME.started, "time": time.time()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +107,60 @@ def test_a_local_job_takes_the_gpus_that_are_left_to_it_and_no_others(yaml_file,
     submission = Submission(yaml_file.parent / "submissions" / "0001")
     parameters = submit.local_executor(submit.read(str(yaml_file), settings), submission).parameters
     assert list(parameters["visible_gpus"]) == given and parameters["gpus_per_node"] == (0 if device == "cpu" else 2)
+
+
+@pytest.fixture
+def local_codes(monkeypatch, tmp_path):
+    """local_codes(codes, signal) -> the code of `submit` for runs that end so, and which began; the signal comes in each."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)}
+
+    def make(codes, stopped_by=None):
+        began, files = [], []
+        for number in range(len(codes)):
+            files.append(tmp_path / f"{number}.yaml")
+            files[-1].write_text(f"run_dir: {tmp_path}/{number}\ndata: {{path: d}}\nlaunch: {{cluster: local, nodes: 1}}\n")
+
+        class Submitted:
+            def __init__(self, config):
+                self.config, self.run_dir, self.folder = config, RunDir(config.run_dir), tmp_path
+
+        def start(executor, submission):
+            began.append(len(began))
+            if stopped_by is not None:
+                os.kill(os.getpid(), stopped_by)
+            raise Ended(codes[began[-1]])
+
+        def run(submission, executor, stop):
+            try:
+                return real(submission, executor, stop)
+            except Ended as ended:
+                return ended.args[0]
+
+        real = submit.local.run
+        monkeypatch.setattr(submit.Submission, "create", lambda config, command: Submitted(config))
+        monkeypatch.setattr(submit, "local_executor", lambda config, submission: None)
+        monkeypatch.setattr(submit.local, "start", start)
+        monkeypatch.setattr(submit.local, "run", run)
+        return submit.main([str(file) for file in files]), began
+
+    yield make
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.mark.parametrize("codes, code", [([0, 0], 0), ([0, 75], 75), ([1, 75, 0], 1), ([75, 1], 1)])
+def test_a_list_ends_with_the_code_of_what_failed(local_codes, codes, code):
+    assert local_codes(codes) == (code, list(range(len(codes))))
+
+
+def test_a_signal_ends_the_whole_list(local_codes, capsys, tmp_path):
+    assert local_codes([75, 0, 0], signal.SIGTERM) == (75, [0])
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/1: not started: SIGTERM" in said and f"{tmp_path}/2: not started: SIGTERM" in said
 
 
 def test_a_time_limit_shorter_than_the_warning(yaml_file, capsys):

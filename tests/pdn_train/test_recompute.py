@@ -159,11 +159,13 @@ def test_a_backward_pass_lets_the_results_go_and_a_second_is_refused(build, monk
         loss.backward()
 
 
-def test_blocks_get_gradients_behind_a_frozen_embedding(build):
+@pytest.mark.parametrize("frozen", ["embedding", ("embedding", "blocks.0."), ("embedding", "blocks", "head")], ids=str)
+def test_what_is_not_frozen_gets_its_gradients(build, frozen):
     found = []
     for mode in recompute.RUN:
         model = build("pgdn", mode)
-        model.embedding.weight.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
         model(tokens(0), tokens(1)).backward()
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
