@@ -271,10 +271,7 @@ class _Run:
         self._check_bad(at_least=1)
         for split, writer in self.writers.items():
             if not writer.totals.documents:
-                raise PrepareError(
-                    f"no document went to the {split} split ({self.documents} documents, {len(self.faults)} bad records); "
-                    "remove the output folder and give a larger (for train: smaller) --val-fraction, or more documents"
-                )
+                raise PrepareError(_nothing_went_to(split, self.documents, len(self.faults), self.options))
         for split in reversed(self.writers):
             write_manifest(self.writers[split].folder, self.writers[split].finish())
         self._summarise()
@@ -329,6 +326,20 @@ class _Run:
         )
         new = self.tokens - self.tokens_before
         print(f"encoded {new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s with {self.options.workers} workers")
+
+
+def _nothing_went_to(split: str, documents: int, bad: int, options: Options) -> str:
+    found, again = f"{documents:,} documents, {bad:,} bad records", f"remove {options.output} and give"
+    if not documents:
+        return f"the inputs hold no document ({found}); {again} some"
+    size = "smaller" if split == "train" else "larger"
+    fraction = options.rules.val_fraction
+    means = f"more documents or a {size} --val-fraction" if documents > 1 else "more documents, or no --val-fraction"
+    return (
+        f"no document went to the {split} split ({found}, --val-fraction {fraction:g})"
+        + (": a split needs at least two documents" if documents == 1 else "")
+        + f'; a .txt file is one document, a .jsonl file has one {{"{options.rules.text_field}": ...}} a line; {again} {means}'
+    )
 
 
 def _kinds(faults: list[Fault]) -> str:

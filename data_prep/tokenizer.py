@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import heapq
 import io
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,12 +94,19 @@ def train(texts: Iterable[str], vocab_size: int, output: Path) -> Tokenizer:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise TokenizerError(f"cannot train {vocab_size} pieces on this text: {error}; choose another --vocab-size or more text") from None
+        raise TokenizerError(
+            f"cannot train {vocab_size} pieces on this text: {_sentence(error)}; choose another --vocab-size or more text"
+        ) from None
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, model.getvalue())
     tokenizer = Tokenizer.load(output)
     tokenizer.check_lossless()
     return tokenizer
+
+
+def _sentence(error: RuntimeError) -> str:
+    """What sentencepiece says for people, after "INTERNAL: src/FILE.cc(LINE) [(CONDITION)] "; all of it where nothing follows."""
+    return re.sub(r"^\w+: \S+\(\d+\) \[.*?\] (?=\S)", "", str(error)).rstrip(". ")
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:

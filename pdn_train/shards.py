@@ -122,7 +122,10 @@ def _why_no_manifest(folder: Path) -> str:
     if not any(folder.iterdir()):
         return f"is empty (no {MANIFEST}): fill it with `python -m data_prep.prepare INPUT... --tokenizer FILE --output {folder}`"
     if any(folder.glob("*.bin*")):
-        return f"has shards but no {MANIFEST}: its preparation did not finish; give the same `python -m data_prep.prepare` command again"
+        return (
+            f"has shards but no {MANIFEST}: its preparation did not finish; give the same `python -m data_prep.prepare` command again: "
+            "it goes on, or its error says what to change"
+        )
     return f"has no {MANIFEST}: name a folder made by `python -m data_prep.prepare`"
 
 

@@ -443,9 +443,33 @@ def test_options_that_make_no_sense_are_named(corpus, tiny_tokenizer, tmp_path, 
         ([corpus], ["--val-fraction", "1"], "--val-fraction 1.0"),
         ([corpus], ["--max-bad", "-1"], "--max-bad -1.0"),
         ([tmp_path / "gone"], [], "gone does not exist"),
-        ([corpus], ["--val-fraction", "1e-9"], "no document went to the val split"),
     ):
         assert _run(tmp_path / "out", inputs, tiny_tokenizer, *more) == 1
         assert message in capsys.readouterr().err
     assert _run(tmp_path / "out2", [corpus], tmp_path / "gone.model") == 1
     assert "cannot read the tokenizer" in capsys.readouterr().err and not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "fraction", "said"),
+    [
+        (8, "1e-9", "no document went to the val split (8 documents, 0 bad records, --val-fraction 1e-09); a .txt file is one document"),
+        (8, "1e-9", "more documents or a larger --val-fraction"),
+        (8, "0.999999999", "no document went to the train split (8 documents"),
+        (8, "0.999999999", "more documents or a smaller --val-fraction"),
+        (1, "0.5", 'split needs at least two documents; a .txt file is one document, a .jsonl file has one {"text": ...} a line'),
+        (1, "0.5", "more documents, or no --val-fraction"),
+        (0, "0.5", "the inputs hold no document (0 documents, 0 bad records); remove"),
+    ],
+)
+def test_a_split_that_gets_no_document_says_what_would_help(tiny_tokenizer, tmp_path, capsys, files, fraction, said):
+    (tmp_path / "in").mkdir()
+    for n in range(files):
+        (tmp_path / "in" / f"{n}.txt").write_text(f"document {n}")
+    (tmp_path / "in" / "empty.jsonl").write_bytes(b"")
+    assert _run(tmp_path / "out", [tmp_path / "in"], tiny_tokenizer, "--val-fraction", fraction) == 1
+    assert said in capsys.readouterr().err
+    assert verify.main([str(tmp_path / "out")]) == 1
+    assert "its error says what to change" in capsys.readouterr().err
+    assert _run(tmp_path / "out", [tmp_path / "in"], tiny_tokenizer, "--val-fraction", fraction) == 1
+    assert said in capsys.readouterr().err, "the same command says it again"

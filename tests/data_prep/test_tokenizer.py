@@ -42,10 +42,10 @@ def test_the_sample_is_bounded_and_drawn_from_all_inputs(documents, tmp_path):
 
 def test_faults_are_errors_with_a_way_out(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("only a little text")
-    for size in ("100", "30000"):  # fewer than the 256 bytes; more than the text has
+    for size, fault in (("100", "Vocabulary size is smaller"), ("30000", "Vocabulary size too high")):  # than the 256 bytes; for the text
         assert training.main([str(tmp_path / "a.txt"), "--vocab-size", size, "--output", str(tmp_path / "t.model")]) == 1
         err = capsys.readouterr().err
-        assert f"error: cannot train {size} pieces" in err and "choose another --vocab-size" in err
+        assert f"error: cannot train {size} pieces on this text: {fault}" in err and "choose another --vocab-size" in err
     (tmp_path / "b.jsonl").write_text("broken\n")
     assert training.main([str(tmp_path / "b.jsonl"), "--vocab-size", "300", "--output", str(tmp_path / "t.model")]) == 1
     assert "left out 1 bad records" in (err := capsys.readouterr().err) and "hold no text" in err
