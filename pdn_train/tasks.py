@@ -116,6 +116,7 @@ def recall(subject: Subject, options: Options) -> dict:
     count = mqar.VALIDATION if options.samples is None else options.samples
     found = {}
     for length in lengths:
+        mqar.check(pairs, length, vocab, "--pairs", "--lengths")
         examples = mqar.Examples(pairs, count, length, vocab, settings.get("seed", 0), "validation")
         found[str(length)] = mqar.accuracy(subject.model, examples, count, options.device)
     return {"pairs": pairs, "samples": count, "accuracy": sum(found.values()) / len(found), "lengths": found}
@@ -137,11 +138,11 @@ def needle(variants: tuple[str, ...], subject: Subject, options: Options) -> dic
     return {"samples": count, "accuracy": sum(every) / len(every), **found}
 
 
-def _harness(tasks: tuple[str, ...] | None, subject: Subject, options: Options) -> dict:
+def _harness(name: str, tasks: tuple[str, ...] | None, subject: Subject, options: Options) -> dict:
     try:
         from pdn_train import harness  # here: only it needs the extra
     except ImportError as error:
-        raise EvaluationError(f"--tasks harness needs lm-evaluation-harness ({error}): pip install -e '.[lm-eval]'") from error
+        raise EvaluationError(f"--tasks {name} needs lm-evaluation-harness ({error}): pip install -e '.[lm-eval]'") from error
     if subject.tokenizer is None:
         raise EvaluationError(f"{subject.name} has no tokenizer.model: put the one its shards were made with there")
     names = options.harness_tasks if tasks is None else tasks
@@ -158,9 +159,9 @@ TASKS: dict[str, Callable[[Subject, Options], dict]] = {
     "mqar": recall,
     "niah": partial(needle, tuple(niah.KINDS)),
     **{variant: partial(needle, (variant,)) for variant in niah.KINDS},
-    "commonsense": partial(_harness, COMMONSENSE),
-    "recall": partial(_harness, RECALL),
-    "harness": partial(_harness, None),
+    "commonsense": partial(_harness, "commonsense", COMMONSENSE),
+    "recall": partial(_harness, "recall", RECALL),
+    "harness": partial(_harness, "harness", None),
 }
 
 

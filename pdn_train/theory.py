@@ -12,6 +12,7 @@ DRAWS draws with their standard error, and must lie within five of them.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -172,7 +173,9 @@ def products() -> Statement:
     return Statement("The bound is for one step: a product of two may grow", numbers, max(radii[:2]) <= 1 + 1e-12 < radii[2])
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    about = "Compute the paper's exact statements and print each with its numbers; exits 1 where one does not hold."
+    argparse.ArgumentParser(prog="pdn_train.theory", description=about).parse_args(argv)
     wrong = 0
     for statement in report():
         wrong += not statement.holds

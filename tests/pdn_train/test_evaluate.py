@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+import pdn_train
 from pdn_train import evaluate, export, mqar, niah
 from pdn_train.config import ConfigError, EvalConfig, build
 from pdn_train.data import Batch
@@ -117,6 +118,15 @@ def test_refusals(run, capsys, arguments, message):
     assert not (run[0] / "eval.json").exists()
 
 
+@pytest.mark.parametrize("task", ["commonsense", "recall", "harness"])
+def test_a_task_that_needs_the_harness_is_named_as_it_was_given(run, monkeypatch, capsys, task):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "pdn_train.harness", raising=False)
+    monkeypatch.delattr(pdn_train, "harness", raising=False)
+    assert evaluate.main([str(run[0]), "--device", "cpu", "--tasks", task]) == 1
+    assert f"error: --tasks {task} needs lm-evaluation-harness" in capsys.readouterr().err
+
+
 def test_stdout_is_the_result_alone_and_the_file_comes_second(run, capsys, tmp_path):
     """A file that cannot be written costs the exit code, not the result."""
     arguments = [str(run[0]), "--samples", "2", "--device", "cpu", "--output", str(tmp_path / "nowhere" / "eval.json")]
@@ -160,7 +170,7 @@ def test_mqar_on_what_the_run_was_trained_on_and_on_other_lengths(tmp_path, make
     assert found["lengths"] == {"16": recalled(model, 3, 16, 5, 9), "20": recalled(model, 3, 20, 5, 9)}
     capsys.readouterr()
     assert evaluate.main([str(folder), "--tasks", "mqar", "--lengths", "6", "--device", "cpu"]) == 1
-    assert "2 pairs need an even length of at least 8 tokens, not 6" in capsys.readouterr().err
+    assert "2 pairs need an even length of at least 8 tokens, not 6: set --lengths so, or lower --pairs to 1" in capsys.readouterr().err
 
 
 def test_mqar_on_a_model_of_language_has_64_pairs(run, capsys):

@@ -15,7 +15,7 @@ def draw():
 def test_the_report_holds_on_another_seed(monkeypatch, capsys):
     monkeypatch.setattr(theory, "DRAWS", 1000)
     assert all(statement.holds for statement in theory.report(seed=3))
-    assert theory.main() == 0
+    assert theory.main([]) == 0
     said = capsys.readouterr().out
     assert said.count("holds  ") == 9 and "WRONG" not in said
 
@@ -48,5 +48,12 @@ def test_the_curves_tell_a_wrong_formula(draw):
 
 def test_a_statement_that_fails_is_said_and_costs_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(theory, "report", lambda: iter([theory.Statement("a", "1", True), theory.Statement("b", "2", False)]))
-    assert theory.main() == 1
+    assert theory.main([]) == 1
     assert "WRONG  b" in capsys.readouterr().out
+
+
+def test_help_computes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(theory, "report", lambda: pytest.fail("computed"))
+    with pytest.raises(SystemExit) as ended:
+        theory.main(["--help"])
+    assert ended.value.code == 0 and "exits 1 where one does not hold" in " ".join(capsys.readouterr().out.split())
