@@ -281,6 +281,7 @@ class Config(Section):
             near = difflib.get_close_matches(unknown[0], keys(), n=1)
             raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + (f"; did you mean '{near[0]}'?" if near else ""))
         self._check_schedule()
+        self._check_recall()
         self._check_climb()
         self._check_sequence()
         return self
@@ -291,6 +292,11 @@ class Config(Section):
             raise ValueError(
                 f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} do not fit in train.steps={steps}"
             )
+
+    def _check_recall(self) -> None:
+        fault = recall_fault(self.data.mqar_pairs, self.data.seq_len, self.model.vocab_size) if self.data.mqar_pairs else None
+        if fault is not None:
+            raise ValueError(fault)
 
     def _check_climb(self) -> None:
         fewest, pairs, steps = self.data.mqar_fewest, self.data.mqar_pairs, self.train.steps
@@ -334,6 +340,16 @@ class Config(Section):
                 f"{' and '.join(str(n) for n in _neighbours(self.train.global_batch, at_once))}"
             )
         return self.train.global_batch // at_once
+
+
+def recall_fault(pairs: int, length: int, vocab: int, pairs_name: str = "data.mqar_pairs", length_name: str = "data.seq_len") -> str | None:
+    """Why examples of `pdn_train.mqar` cannot have these pairs, tokens and ids, and the way out by the names given; None: they can."""
+    if 4 * pairs > length or length % 2:
+        lower = f", or lower {pairs_name} to {length // 4}" if length % 2 == 0 and length >= 4 else ""
+        return f"{pairs} pairs need an even length of at least {4 * pairs} tokens, not {length}: set {length_name} so{lower}"
+    if pairs > vocab // 2 - 1:
+        return f"{pairs} pairs need {pairs} keys, and a vocabulary of {vocab} (model.vocab_size) has {vocab // 2 - 1}: lower {pairs_name}"
+    return None
 
 
 def _neighbours(value: int, step: int) -> list[int]:

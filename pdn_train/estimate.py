@@ -13,11 +13,14 @@ checkpointing, states recomputed by a kernel) is not counted. The six recurrence
 Memory is an estimate for a launch decision: what is listed in `memory_per_gpu`, without the CUDA context, fragmentation and temporaries of
 single operators (together 1 to 5 GB). What a block keeps was counted from autograd's saved tensors (November 2026): with the Triton
 kernels tensor by tensor (`_triton_block`), with the torch ones, which keep their intermediate tensors in fp32, as a sum a channel.
+
+`report` alone reads something, the manifests of the data.
 """
 
 from __future__ import annotations
 
 from pdn_train.config import Config, ModelConfig
+from pdn_train.shards import ShardError, Shards
 
 CHUNK = 64
 CONV_WIDTH = 4
@@ -200,8 +203,29 @@ def _triton_stages(model: ModelConfig, e: int) -> float:
     return e * (2 * rows * model.num_heads + (model.preconditioned + 3 * channel) * width) + 32 * model.num_heads + chunk
 
 
+def reading(config: Config) -> list[str]:
+    """The data of a run, a line a folder: its tokens and the epochs that the run makes of them, or why this machine cannot read it."""
+    data, samples = config.data, config.train.steps * config.train.global_batch
+    if data.mqar_pairs:
+        return [f"{data.mqar_examples:,} examples of {data.mqar_pairs} pairs, {samples / data.mqar_examples:.3g} epochs"]
+    weights = data.path if isinstance(data.path, dict) else {data.path: 1.0}
+    lines = [_folder(folder, data.seq_len, samples * weight / sum(weights.values())) for folder, weight in weights.items()]
+    return lines + ([_folder(data.val_path, data.seq_len)] if data.val_path else [])
+
+
+def _folder(folder: str, seq_len: int, samples: float | None = None) -> str:
+    """samples: that a run takes of the folder; None: it validates on it."""
+    try:
+        tokens = Shards.open(folder).tokens
+    except ShardError as error:
+        return str(error)
+    if tokens <= seq_len:
+        return f"{folder}: {tokens:,} tokens, fewer than one sample of data.seq_len={seq_len}, which needs {seq_len + 1:,}"
+    return f"{folder}: {tokens:,} tokens, " + ("validation" if samples is None else f"{samples / ((tokens - 1) // seq_len):.3g} epochs")
+
+
 def report(config: Config, world_size: int) -> str:
-    """What `--dry-run` prints of the run on `world_size` GPUs: size, FLOPs, batch arithmetic, tokens, memory. Raises ConfigError."""
+    """What `--dry-run` prints of the run on `world_size` GPUs: size, FLOPs, batch arithmetic, tokens, data, memory. Raises ConfigError."""
     model, train, length = config.model, config.train, config.data.seq_len
     accumulation, ranks = config.accumulation(world_size), config.data_parallel(world_size)
     flops, step = flops_per_token(config), train.global_batch * length
@@ -218,6 +242,7 @@ def report(config: Config, world_size: int) -> str:
             f"batch     {train.micro_batch} sequences x {accumulation} micro-batches x {ranks} data-parallel ranks = {train.global_batch} "
             f"sequences x {length} tokens = {step:,} tokens a step{sequence}",
             f"run       {train.steps:,} steps = {train.steps * step / 1e9:.3f}B tokens = {train.steps * step * flops:.3g} FLOP",
+            "data      " + "\n          ".join(reading(config)),
             f"memory    about {sum(memory.values()) / 1e9:.1f} GB ({sum(memory.values()) / 2**30:.1f} GiB) a GPU of {world_size}, "
             f"ZeRO-{config.parallel.zero}, {train.precision}, kernel {model.kernel}, checkpointing {train.activation_checkpoint}",
             f"          GB: {parts}",

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from kernels.cross_entropy import IGNORED
-from pdn_train.config import Config
+from pdn_train.config import Config, recall_fault
 from pdn_train.data import Permutation
 
 POWER = 0.01  # a
@@ -68,12 +68,11 @@ def _slots(count: int, slots: int, rng: np.random.Generator) -> np.ndarray:
     return first[np.argsort(times[first])]
 
 
-def check(pairs: int, length: int, vocab: int) -> None:
-    """Raise MqarError unless N pairs, their questions and V ids go together."""
-    if 4 * pairs > length or length % 2:
-        raise MqarError(f"{pairs} pairs need an even length of at least {4 * pairs} tokens, not {length} (data.seq_len)")
-    if pairs > vocab // 2 - 1:
-        raise MqarError(f"{pairs} pairs need {pairs} keys, and a vocabulary of {vocab} has {vocab // 2 - 1} (model.vocab_size)")
+def check(pairs: int, length: int, vocab: int, *names: str) -> None:
+    """Raise MqarError unless N pairs, their questions and V ids go together; names: those of N and L to the user, by default their keys."""
+    fault = recall_fault(pairs, length, vocab, *names)
+    if fault is not None:
+        raise MqarError(fault)
 
 
 def climb(fewest: int, pairs: int) -> tuple[int, ...]:

@@ -202,6 +202,28 @@ def test_report_says_the_batch_and_the_tokens():
     assert "2 ranks a sequence" in estimate.report(build({}, parallel={"sequence": 2}), 8)
 
 
+def test_report_says_what_data_is_there(tmp_path, make_shards):
+    """By hand: 20 documents of 9 ids and an end are 200 tokens, 24 samples of 8; 6 x 4 samples are taken of them all."""
+    a, b, short = (str(tmp_path / name) for name in ("a", "b", "short"))
+    for folder, count in ((a, 20), (b, 10), (short, 1)):
+        make_shards(tmp_path / folder, [[5] * 9] * count)
+    gone, train = str(tmp_path / "gone"), {"steps": 6, "global_batch": 4, "micro_batch": 4}
+
+    def said(seq_len: int = 8, **data) -> str:
+        run = build({}, data={"seq_len": seq_len, **data}, train=train, optim={"warmup_steps": 0})
+        return estimate.report(run, 1).split("\ndata      ")[1].split("\nmemory")[0]
+
+    assert said(path=a) == f"{a}: 200 tokens, 1 epochs"
+    assert said(path={a: 1.0, b: 3.0}, val_path=b) == "\n          ".join(
+        (f"{a}: 200 tokens, 0.25 epochs", f"{b}: 100 tokens, 1.5 epochs", f"{b}: 100 tokens, validation")
+    )
+    assert said(path=a, val_path=gone) == f"{a}: 200 tokens, 1 epochs\n          {gone} is not a folder: name one made by " + (
+        "`python -m data_prep.prepare`"
+    )
+    assert f"{short}: 10 tokens, fewer than one sample of data.seq_len=10, which needs 11" == said(10, path=short)
+    assert said(path=None, mqar_pairs=2, mqar_examples=16) == "16 examples of 2 pairs, 1.5 epochs"
+
+
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="train.global_batch=256 is not a multiple"):
         estimate.report(build({}), 7)

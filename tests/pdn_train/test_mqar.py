@@ -155,11 +155,27 @@ def test_accuracy_counts_every_question(monkeypatch):
 
 @pytest.mark.parametrize(
     "what, message",
-    [((9, 32, 256), "9 pairs need an even length of at least 36 tokens, not 32"), ((4, 33, 256), "not 33"), ((8, 64, 16), "has 7")],
+    [
+        ((9, 32, 256), "^9 pairs need an even length of at least 36 tokens, not 32: set data.seq_len so, or lower data.mqar_pairs to 8$"),
+        ((4, 33, 256), "not 33: set data.seq_len so$"),
+        ((8, 64, 16), r"a vocabulary of 16 \(model.vocab_size\) has 7: lower data.mqar_pairs$"),
+        ((9, 32, 256, "--pairs", "--lengths"), "set --lengths so, or lower --pairs to 8$"),
+        ((8, 64, 16, "--pairs", "--lengths"), "lower --pairs$"),
+    ],
 )
 def test_impossible_examples_are_refused(what, message):
     with pytest.raises(MqarError, match=message):
         mqar.check(*what)
+
+
+@pytest.mark.parametrize(
+    "change, message", [({"seq_len": 14}, "4 pairs need .*, or lower data.mqar_pairs to 3$"), ({"mqar_pairs": 8}, "8 pairs need 8 keys")]
+)
+def test_a_configuration_with_impossible_examples_is_refused(change, message):
+    tree = {"run_dir": "r", "data": {"mqar_pairs": 4, "seq_len": 32}, "model": {"vocab_size": 16}}
+    assert build(tree, "x").data.mqar_pairs == 4
+    with pytest.raises(ConfigError, match=message):
+        build({**tree, "data": tree["data"] | change}, "x")
 
 
 def test_shards_and_the_task_exclude_each_other():
