@@ -365,7 +365,8 @@ def test_nonfinite_steps_end_the_run(write):
 
 def test_dry_run_starts_nothing(write):
     config = write("dry")
-    said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2"))
+    said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "data.path=data/nope"))
     for part in ("parameters", "FLOPs", "memory", '"train_micro_batch_size_per_gpu": 2', '"gradient_accumulation_steps": 2'):
         assert part in said
+    assert "data/nope is not a folder" in said and "tokens, validation" in said
     assert not run_dir(config).exists()
