@@ -278,8 +278,7 @@ class Config(Section):
             )
         unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], keys(), n=1)
-            raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+            raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + _suggestion(tuple(unknown[0].split(".")), keys()))
         self._check_schedule()
         self._check_recall()
         self._check_climb()
@@ -357,6 +356,9 @@ def _neighbours(value: int, step: int) -> list[int]:
     return [n for n in (below, below + step) if n > 0]
 
 
+SWEEP = {"base", "seeds", "variants"}  # keys that a file of `pdn_train.sweep` always has, and a run's never
+
+
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, each value read as YAML.
 
@@ -367,6 +369,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     tree = parse(text, str(path))
+    if tree.keys() >= SWEEP:
+        raise ConfigError(f"{path} is a sweep of many runs (it has {', '.join(sorted(SWEEP))}), for `python -m pdn_train.sweep {path}`")
     for item in overrides or []:
         _override(tree, item)
     return build(tree, str(path))
@@ -377,7 +381,7 @@ def build(tree: dict, source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_explain(fault) for fault in error.errors())) from None
+        raise ConfigError(f"{source}: {explain(error, keys())}") from None
 
 
 def dump(config: Config) -> str:
@@ -446,31 +450,61 @@ def _number(text: str) -> float | str:
     return text if re.match(r"^[-+]?0[0-9]+$", text) else float(text)
 
 
-def _explain(fault: dict) -> str:
+def explain(error: ValidationError, every: list[str]) -> str:
+    """The faults of a file as one line; every: its valid dotted keys."""
+    return "; ".join(_explain(fault, every) for fault in error.errors())
+
+
+def _explain(fault: dict, every: list[str]) -> str:
     """One pydantic fault as a sentence with the key, the value and the way out."""
-    key = ".".join(str(part) for part in fault["loc"] if not str(part).startswith(("function-", "dict[", "str", "constrained")))
+    parts = [str(part) for part in fault["loc"]]
+    key = ".".join(part for part in parts if part != "str" and not part.startswith(("function-", "dict[", "constrained")))
     if fault["type"] == "extra_forbidden":
-        near = _nearest(fault["loc"])
-        return f"unknown key '{key}' (value {fault['input']!r})" + (f"; did you mean '{near}'?" if near else "")
+        return f"unknown key '{key}' (value {_shown(fault['input'])})" + _suggestion(fault["loc"], every)
     if fault["type"] == "missing":
         return f"{key} is missing"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    return f"{key}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+    return f"{key}={_shown(fault['input'])}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
 
 
-def _nearest(location: tuple) -> str | None:
-    """The valid dotted key most like an unknown one: among its own section's keys first, then among all."""
+def _shown(value: Any) -> str:
+    """A value as it is printed, cut to 60 characters: it may be a whole section."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _suggestion(location: tuple, every: list[str]) -> str:
+    near = " or ".join(f"'{key}'" for key in _nearest(location, every))
+    return f"; did you mean {near}?" if near else ""
+
+
+def _nearest(location: tuple, every: list[str]) -> list[str]:
+    """The valid keys most like an unknown one, by its last part (`_likeness`) or else, in its own section, by the whole.
+
+    Of several that are equally like it, its own section's, or the first three. An unknown key of no section may be meant as a section.
+    """
     *sections, name = [str(part) for part in location]
-    every = keys()
     prefix = ".".join(sections) + "." if sections else ""
-    own = [key for key in every if key.startswith(prefix) and key.count(".") == len(sections)]
-    own += [] if sections else sorted({key.split(".")[0] for key in every if "." in key})
-    close = difflib.get_close_matches(prefix + name, own, n=1, cutoff=0.5)
-    if close:
-        return close[0]
-    by_name = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in every], n=1, cutoff=0.6)
-    return next((key for key in every if by_name and key.rpartition(".")[2] == by_name[0]), None)
+    own = {key for key in every if key.startswith(prefix) and key.count(".") == len(sections)}
+    sought = every if sections else [*every, *dict.fromkeys(key.split(".")[0] for key in every if "." in key)]
+    scores = {key: (_likeness(name, key), key in own) for key in sought}
+    best = max(scores.values())
+    if best[0] >= 0.6:
+        return [key for key in sought if scores[key] == best][:3]
+    return difflib.get_close_matches(prefix + name, sorted(own), n=1, cutoff=0.5) if sections else []
+
+
+def _likeness(name: str, key: str) -> float:
+    """2: the key's last part is the name (or the whole, as eval_every); below, difflib's ratio of the two.
+
+    1 more where one has all words of the other: zero_stage is meant as zero, total_steps as steps and not as decay_steps.
+    """
+    last = key.rpartition(".")[2]
+    if name in (last, key.replace(".", "_")):
+        return 2
+    words, others = set(name.split("_")), set(last.split("_"))
+    return difflib.SequenceMatcher(None, name, last).ratio() + (words <= others or others <= words)
 
 
 def default(key: str) -> Any:

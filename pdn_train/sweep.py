@@ -14,7 +14,8 @@ A sweep file names a configuration and what varies:
 Runs are `python -m pdn_train.train` with these overrides, N at once (--jobs), on the GPUs in turn (--gpus; 0: as the configuration says),
 the first seed of everything first. What is done is not done again, and what was interrupted goes on from its checkpoint: the same command
 resumes. After M minutes no run is started and those that go on are told to stop (they write a checkpoint). A run that fails is named with
-its log, and the others go on.
+its log and what that says, and the others go on; but where the first run of the sweep to end cannot run here (exit code 2) no more are
+started, for they would meet the same.
 
 Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
 its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
@@ -45,6 +46,8 @@ from pdn_train.compare import compare, table
 from pdn_train.config import Config, ConfigError
 from pdn_train.files import write_whole
 from pdn_train.signals import REQUEUE
+
+CANNOT_RUN = 2  # a trainer's exit code for a configuration that cannot run: a wrong key, no GPU
 
 
 class SweepError(ValueError):
@@ -85,10 +88,7 @@ class Run:
 
 def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep, list[Run]]:
     """The sweep and its runs, in order. folder and extra (section.key=value, for every run) replace the file's. Raises SweepError."""
-    try:
-        sweep = Sweep.model_validate(config.parse(Path(path).read_text(), str(path)))
-    except (OSError, ValidationError) as error:
-        raise SweepError(f"cannot use the sweep {path}: {error}") from error
+    sweep = _read(path)
     for pair in sweep.pairs:
         if len(pair) != 2 or not set(pair) <= sweep.variants.keys():
             raise SweepError(f"{path}: pairs={pair} is not two of the variants {', '.join(sweep.variants)}")
@@ -109,6 +109,24 @@ def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep,
     return sweep, runs
 
 
+def _read(path: str | Path) -> Sweep:
+    try:
+        tree = config.parse(Path(path).read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SweepError(f"cannot read the sweep {path}: {error}") from error
+    of_a_run = [key for key in Config.model_fields if key in tree]
+    if of_a_run and not tree.keys() & Sweep.model_fields.keys():
+        required = [name for name, field in Sweep.model_fields.items() if field.is_required()]
+        raise SweepError(
+            f"{path} is the configuration of one run, for `python -m pdn_train.train {path}`: it has {', '.join(of_a_run)}, and not the "
+            f"{', '.join(required)} of a sweep"
+        )
+    try:
+        return Sweep.model_validate(tree)
+    except ValidationError as error:
+        raise SweepError(f"{path}: {config.explain(error, list(Sweep.model_fields))}") from None
+
+
 # ---- running ----
 
 
@@ -124,11 +142,19 @@ def value(sweep: Sweep, run: Run) -> float | None:
     return float(entry)
 
 
-class Runner:
-    """Runs what is not done, several at once, until a deadline."""
+def complaint(log: Path, start: int) -> str:
+    """What a failed run says for itself: the last line of its log from byte `start` on that a trainer writes of an error; "" for none."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.startswith("error:") or " E rank" in line), "")
+    return said if len(said) <= 200 else said[:197] + "..."
 
-    def __init__(self, sweep: Sweep, gpus: int, deadline: float, discard: bool):
+
+class Runner:
+    """Runs what is not done, several at once, until a deadline. done: runs of the sweep that are."""
+
+    def __init__(self, sweep: Sweep, gpus: int, deadline: float, discard: bool, done: int):
         self._sweep, self._deadline, self._discard = sweep, deadline, discard
+        self._ended, self._hopeless = done, False
         self._slots: SimpleQueue = SimpleQueue()
         self._gpus = gpus
         self._going: set[subprocess.Popen] = set()
@@ -149,22 +175,31 @@ class Runner:
         return [run for run, code in zip(runs, codes, strict=True) if code not in (0, REQUEUE)]
 
     def _one(self, run: Run) -> int:
-        if time.monotonic() >= self._deadline:
+        if time.monotonic() >= self._deadline or self._hopeless:
             return REQUEUE
         slot = self._slots.get()
         try:
             run.folder.parent.mkdir(parents=True, exist_ok=True)
-            started = time.monotonic()
+            started, logged = time.monotonic(), run.log.stat().st_size if run.log.exists() else 0
             code = self._train(run, slot)
             if code == -signal.SIGTERM and time.monotonic() >= self._deadline:
                 code = REQUEUE  # told to stop while it was still starting
             word = {0: "done", REQUEUE: "stopped"}.get(code, f"FAILED ({code}), see {run.log}")
-            print(f"{run.folder}: {word} after {time.monotonic() - started:.0f} s", flush=True)
+            said = complaint(run.log, logged) if code not in (0, REQUEUE) else ""
+            print(f"{run.folder}: {word} after {time.monotonic() - started:.0f} s" + (f": {said}" if said else ""), flush=True)
+            self._note(code)
             if code == 0 and self._discard:
                 shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
             return code
         finally:
             self._slots.put(slot)
+
+    def _note(self, code: int) -> None:
+        with self._lock:
+            self._ended += 1
+            if self._ended == 1 and code == CANNOT_RUN:
+                self._hopeless = True
+                print("no more runs are started: the first one cannot run here, and the others would meet the same", flush=True)
 
     def _train(self, run: Run, slot: int) -> int:
         command = [sys.executable, "-m", "pdn_train.train", self._sweep.base, *run.overrides]
@@ -225,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     if not a.summary:
         wanted = [r for r in runs if _chosen(r, only, sweep) and value(sweep, r) is None]
         print(f"{len(wanted)} of {len(runs)} runs to do", flush=True)
-        failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints).run(wanted, a.jobs)
+        done = sum(value(sweep, r) is not None for r in runs)
+        failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, done).run(wanted, a.jobs)
     made = summary(sweep, runs)
     root = Path(a.folder or sweep.folder)
     root.mkdir(parents=True, exist_ok=True)

@@ -73,6 +73,14 @@ REFUSED = [
     ("optim: {schedule: wsd}", ["optim.decay_steps"]),
     ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100"]),
     ("eval: {every: 10}", ["data.val_path"]),
+    ("activation_checkpoint: block", ["unknown key 'activation_checkpoint' (value 'block'); did you mean 'train.activation_checkpoint'?"]),
+    ("train: {zero_stage: 7}", ["unknown key 'train.zero_stage' (value 7); did you mean 'parallel.zero'?"]),
+    ("seed: 1", ["did you mean 'data.seed' or 'train.seed'?"]),
+    ("optim: {every: 1}", ["did you mean 'checkpoint.every' or 'eval.every' or 'log.every'?"]),
+    ("eval: {evry: 1}", ["did you mean 'eval.every'?"]),
+    ("eval_every: 1", ["did you mean 'eval.every'?"]),
+    ("optim: {max_steps: 1}", ["did you mean 'train.steps'?"]),
+    ("resume: {allow: [lr]}", ["resume.allow", "'lr'", "did you mean 'optim.lr'"]),
     ("[1, 2]", ["mapping"]),
     ("a: [1", ["x.yaml"]),
 ]
@@ -93,6 +101,34 @@ def test_refused_with_key_value_and_way_out(write, text, said):
 def test_bad_overrides(write, item, said):
     with pytest.raises(ConfigError, match=said):
         load(write(), [item])
+
+
+def test_an_override_has_the_suggestion_too(write):
+    for item, meant in (("activation_checkpoint=block", "train.activation_checkpoint"), ("train.zero_stage=7", "parallel.zero")):
+        with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+            load(write(), [item])
+
+
+def test_what_is_like_no_key_has_no_suggestion(write):
+    with pytest.raises(ConfigError) as caught:
+        load(write(), ["folder=x"])
+    assert str(caught.value).endswith("unknown key 'folder' (value 'x')")
+
+
+def test_a_sweep_is_named_as_one(write):
+    """Whatever else stands in it: its keys are not guessed at as misspelt ones of a run."""
+    path = write("base: a.yaml\nfolder: r\nseeds: [1]\nvariants: {gdn: [model.recurrence=gdn]}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["train.steps=5"])
+    assert str(caught.value) == f"{path} is a sweep of many runs (it has base, seeds, variants), for `python -m pdn_train.sweep {path}`"
+
+
+@pytest.mark.parametrize("text", ["modell: {text}", "model: {{hidden_size: {text}}}"])
+def test_a_long_value_is_cut(write, text):
+    """100 letters: 56 of them, with the quote before and the dots, are the 60 characters."""
+    with pytest.raises(ConfigError) as caught:
+        load(write(MINIMAL + text.format(text=100 * "q") + "\n"))
+    assert f"'{56 * 'q'}..." in str(caught.value) and 57 * "q" not in str(caught.value)
 
 
 def test_missing_file_is_named(tmp_path):

@@ -49,6 +49,8 @@ def trained(monkeypatch) -> list:
     def train(self, run, slot) -> int:
         called.append(run)
         if run.variant == "pgdn" and run.seed == 3:
+            with run.log.open("a") as log:
+                log.write("10:00:00 I starting\n10:00:01 E rank 0: NodeError: too little memory\n10:00:02 I the end\n")
             return 1
         run.folder.mkdir(parents=True)
         accuracy = 0.1 * run.seed + (0.05 + 0.01 * run.seed if run.variant == "pgdn" else 0)
@@ -66,6 +68,7 @@ def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, 
     assert len(trained) == 12 and [run.seed for run in trained] == sorted(run.seed for run in trained)  # a seed of everything first
     said = capsys.readouterr().out
     assert said.count("done after") == 10 and said.count("FAILED (1), see") == 2 and "pgdn/only/seed_3.log" in said
+    assert said.count(" s: 10:00:01 E rank 0: NodeError: too little memory\n") == 2
     assert not list((tmp_path / "runs").rglob("checkpoints"))
     trained.clear()
     assert sweep.main([str(file), "--jobs", "2"]) == 1
@@ -76,6 +79,68 @@ def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, 
     pair = made["settings"]["long"]["pairs"]["gdn -> pgdn"]
     assert pair["differences"] == {"1": pytest.approx(0.06), "2": pytest.approx(0.07)} and pair["mean"] == pytest.approx(0.065)
     assert (tmp_path / "runs" / "summary.md").read_text().strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["error: model.kernel=triton needs a GPU", "10:00:01 E rank 3: WorldError: no GPU"])
+def test_what_a_failed_run_says(tmp_path, line):
+    """The last error of this attempt, short; nothing of an attempt before it."""
+    log, before = tmp_path / "x.log", "error: of an earlier attempt\n"
+    log.write_bytes(before.encode() + f"error: the first\n{line}\nTraceback\n".encode() + b"\xff\n")
+    assert sweep.complaint(log, len(before)) == line
+    log.write_text(before + "nothing to say\n")
+    assert sweep.complaint(log, len(before)) == ""
+    log.write_text("error: " + 1000 * "x")
+    assert len(sweep.complaint(log, 0)) == 200
+
+
+@pytest.fixture
+def codes(monkeypatch) -> list:
+    """Training is replaced by ending with the next of these codes, or 0; writes nothing but the log."""
+    left: list = []
+
+    def train(self, run, slot) -> int:
+        code = left.pop(0) if left else 0
+        with run.log.open("a") as log:
+            log.write("error: no GPU\n" if code == 2 else "")
+        return code
+
+    monkeypatch.setattr(Runner, "_train", train)
+    return left
+
+
+def test_no_more_runs_where_the_first_to_end_cannot_run(file, codes, capsys):
+    codes += [2]
+    assert sweep.main([str(file)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("FAILED (2), see") == 1 and " s: error: no GPU\n" in said and "done after" not in said
+    assert said.count("no more runs are started: the first one cannot run here") == 1
+
+
+def test_an_earlier_attempt_says_nothing_of_this_one(file, codes, capsys):
+    codes += [2]
+    assert sweep.main([str(file)]) == 1 and "error: no GPU" in capsys.readouterr().out
+    codes += [1]
+    assert sweep.main([str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED (1), see" in said and "no GPU" not in said
+
+
+@pytest.mark.parametrize("first", [0, 1, 75])
+def test_a_later_run_that_cannot_run_stops_nothing(file, codes, capsys, first):
+    codes += [first, 2]
+    assert sweep.main([str(file)]) == 1
+    said = capsys.readouterr().out
+    assert said.count(" after ") == 12 and "no more runs" not in said
+
+
+def test_runs_done_before_count_as_the_first_to_end(file, codes, capsys):
+    """Otherwise a variant that cannot run would keep the rest of an interrupted sweep from running for ever."""
+    _, runs = sweep.load(file, None, [])
+    runs[0].folder.mkdir(parents=True)
+    (runs[0].folder / "validation.jsonl").write_text(json.dumps({"step": 2, "tasks": {"mqar": {"accuracy": 1.0}}}) + "\n")
+    codes += [2]
+    assert sweep.main([str(file)]) == 1
+    assert capsys.readouterr().out.count(" after ") == 11
 
 
 def test_a_deadline_starts_nothing_more(file, trained):
@@ -103,6 +168,27 @@ def test_a_run_is_trained_for_real(file, tmp_path):
     made = json.loads((tmp_path / "runs/summary.json").read_text())
     accuracy = json.loads(lines[-1])["tasks"]["mqar"]["accuracy"]
     assert made["settings"]["short"]["variants"]["pgdn"]["values"]["1"] == accuracy
+
+
+def test_the_configuration_of_one_run_is_named_as_that(tmp_path, capsys):
+    base = tmp_path / "base.yaml"
+    base.write_text(BASE)
+    assert sweep.main([str(base), "--summary"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {base} is the configuration of one run, for `python -m pdn_train.train {base}`: it has run_dir, model, data, optim, "
+        "train, checkpoint, eval, and not the base, folder, seeds, variants of a sweep\n"
+    )
+
+
+def test_missing_and_unknown_keys_are_one_line(file, capsys):
+    """Nothing is like train; a long value is cut."""
+    file.write_text(file.read_text().replace("variants:", "variant:").replace("folder:", "train: 5  #"))
+    assert sweep.main([str(file), "--summary"]) == 2
+    expected = "folder is missing; variants is missing; unknown key 'train' (value 5); unknown key 'variant' (value {'gdn': ['model.recurrence"
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file}: {expected}") and said.endswith("...); did you mean 'variants'?\n")
+    file.write_bytes(b"\xff")
+    assert sweep.main([str(file), "--summary"]) == 2 and "cannot read the sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
