@@ -184,7 +184,7 @@ def test_missing_and_unknown_keys_are_one_line(file, capsys):
     """Nothing is like train; a long value is cut."""
     file.write_text(file.read_text().replace("variants:", "variant:").replace("folder:", "train: 5  #"))
     assert sweep.main([str(file), "--summary"]) == 2
-    expected = "folder is missing; variants is missing; unknown key 'train' (value 5); unknown key 'variant' (value {'gdn': ['model.recurrence"
+    expected = "folder is missing; variants is missing; unknown key 'train' (value 5); unknown key 'variant' (value {'gdn': ['model"
     said = capsys.readouterr().err
     assert said.startswith(f"error: {file}: {expected}") and said.endswith("...); did you mean 'variants'?\n")
     file.write_bytes(b"\xff")
