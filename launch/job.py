@@ -19,6 +19,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 
 from launch.snapshot import Submission
+from pdn_train.config import Config, ConfigError
 from pdn_train.files import prove_writable
 from pdn_train.heartbeat import attempt_name, begin_attempt
 from pdn_train.signals import StopRequest, leave
@@ -119,9 +120,18 @@ def threads(here: JobEnvironment, cpus_per_task: int) -> int:
     return cpus_per_task if here.cluster == "slurm" else max(1, len(os.sched_getaffinity(0)) // here.num_tasks)
 
 
-def visible_gpus() -> list[int] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process by number, none where it names them otherwise; None where it is not set."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return None
-    return [int(number) for number in listed.split(",")] if listed.replace(",", "").isdigit() else []
+def local_gpus(config: Config) -> list[int]:
+    """The GPUs of a job on this machine by number; empty: the first launch.gpus_per_node, or none on CPUs.
+
+    Raises ConfigError where CUDA_VISIBLE_DEVICES leaves fewer to this process than are asked for, or does not name them by number.
+    """
+    listed, wanted = os.environ.get("CUDA_VISIBLE_DEVICES"), 0 if config.train.device == "cpu" else config.launch.gpus_per_node
+    if not wanted or listed is None:
+        return []
+    visible = [int(number) for number in listed.split(",")] if listed.replace(",", "").isdigit() else []
+    if len(visible) < wanted:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={listed} leaves {len(visible)} GPUs by number, launch.gpus_per_node={wanted} are asked for: name GPUs "
+            "by number and set launch.gpus_per_node to how many they are, or train.device=cpu"
+        )
+    return visible

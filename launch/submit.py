@@ -12,7 +12,6 @@ for a configuration that cannot run. A signal that stops a local run ends the li
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -22,7 +21,7 @@ import submitit
 from submitit.core.utils import FailedJobError
 
 from launch import local
-from launch.job import Job, visible_gpus
+from launch.job import Job, local_gpus
 from launch.requeue import AGAIN
 from launch.snapshot import Submission
 from pdn_train.config import Config, ConfigError, LaunchConfig, load
@@ -64,20 +63,6 @@ def read(file: str, settings: list[str]) -> Config:
         local_gpus(config)
     sbatch_flags(config.launch)
     return config
-
-
-def local_gpus(config: Config) -> list[int]:
-    """The GPUs of a local job by number; empty: the first launch.gpus_per_node, or none on CPUs. Raises ConfigError."""
-    visible, wanted = visible_gpus(), 0 if config.train.device == "cpu" else config.launch.gpus_per_node
-    if not wanted or visible is None:
-        return []
-    if len(visible) < wanted:
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} leaves {len(visible)} GPUs by number, "
-            f"launch.gpus_per_node={wanted} are asked for: name GPUs by number and set launch.gpus_per_node to how many they are, or "
-            "train.device=cpu"
-        )
-    return visible
 
 
 def require_folders_of_their_own(configs: list[Config]) -> None:

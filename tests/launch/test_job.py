@@ -84,11 +84,3 @@ def test_a_stranger_s_folder_is_not_trusted(on_slurm, tmp_path):
 
 def test_threads(on_slurm):
     assert job.threads(on_slurm, 12) == 12
-
-
-def test_visible_gpus(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert job.visible_gpus() is None
-    for value, numbers in {"": [], "2,3": [2, 3], "GPU-1f": [], "0": [0]}.items():
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert job.visible_gpus() == numbers
