@@ -72,6 +72,14 @@ def test_the_script_requeues_its_own_start_only(yaml_file, tmp_path, answer, job
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")
 
 
+@pytest.mark.parametrize("restarts, code", [("", 0), ("0", 0), ("2", 0), ("3", 1)])
+def test_the_script_starts_max_requeues_times_more_and_no_more(yaml_file, tmp_path, restarts, code):
+    config = load(yaml_file, ["launch.max_requeues=2"])
+    lines = submit.before_the_ranks(config.launch, Submission(tmp_path / "submissions" / "0001"))
+    done = subprocess.run(["bash", "-c", lines[0]], env={"SLURM_RESTART_COUNT": restarts}, capture_output=True, text=True, check=False)
+    assert done.returncode == code and ("restarted this job 3 times (launch.max_requeues=2)" in done.stderr) == bool(code)
+
+
 def test_what_has_no_key_of_its_own(yaml_file, capsys):
     said = script(capsys, yaml_file, "launch.sbatch_extra=['--gres=gpu:h100:4']", "launch.requeue=false", "launch.python=python3.12")
     assert "--gres=gpu:h100:4" in said and "gpus-per-node" not in said

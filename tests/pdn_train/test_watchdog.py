@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pdn_train import watchdog
 from pdn_train.heartbeat import (
     KEPT_ATTEMPTS,
     Word,
@@ -48,6 +49,25 @@ def start(tmp_path):
 def ends(process: subprocess.Popen, seconds: float = 30) -> tuple[int, str]:
     said = process.communicate(timeout=seconds)[1]
     return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    "silent, where, claims",
+    [
+        (9, "pdn_train/model.py", False),
+        (11, "pdn_train/model.py", True),
+        (11, "site-packages/torch/distributed/distributed_c10d.py", False),  # it waits for the one that hangs, which has the first word
+        (14, "site-packages/torch/distributed/distributed_c10d.py", True),
+    ],
+)
+def test_a_rank_that_waits_for_others_lets_them_speak_first(tmp_path, monkeypatch, silent, where, claims):
+    """Allowed 10 s, and 3 intervals of a second more where it waits."""
+    watch = watchdog.Watchdog(tmp_path, 0, 2, 10)
+    watch._interval, watch._since = 1.0, time.monotonic() - silent
+    monkeypatch.setattr(watchdog, "main_stack", lambda: f'  File "train.py", line 1, in run\n  File "/x/{where}", line 7, in step\n')
+    found = watch._hangs()
+    assert (found is not None) == claims
+    assert found is None or (found.state == "failed" and found.error == f"no progress for {silent} s (launch.hang_seconds=10)")
 
 
 def test_both_done(start, tmp_path):
