@@ -10,8 +10,6 @@ choice is wanted) instead of 10 and false.
 
 from __future__ import annotations
 
-import difflib
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +17,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from kernels.recurrence import RECURRENCES, Recurrence
+from pdn_train import yaml12
+from pdn_train.explain import explain, suggestion
 
 
 class ConfigError(ValueError):
@@ -278,7 +278,7 @@ class Config(Section):
             )
         unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
         if unknown:
-            raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + _suggestion(tuple(unknown[0].split(".")), keys()))
+            raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + suggestion(tuple(unknown[0].split(".")), keys()))
         self._check_schedule()
         self._check_recall()
         self._check_climb()
@@ -386,13 +386,13 @@ def build(tree: dict, source: str) -> Config:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; `load` of it gives the same Config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=yaml12.Dumper, sort_keys=False, width=120)
 
 
 def parse(text: str, source: str) -> dict:
     """YAML text to nested dictionaries, with 1.2 numbers and no duplicate keys."""
     try:
-        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
+        tree = yaml.load(text, Loader=yaml12.Loader)  # noqa: S506 - a SafeLoader subclass
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: {error}") from None
     if tree is None:
@@ -412,99 +412,6 @@ def _override(tree: dict, item: str) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"'{item}' on the command line: {section} is a value, not a section")
     tree[name] = parse(f"value: {text}", f"'{item}' on the command line")["value"]
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's core numbers and booleans, refusing duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"null|~|", ["n", "~", ""]),
-    ("bool", r"true|false", list("tf")),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    ("float", r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the text that the loader would take for a number, such as 1e4."""
-
-
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-# YAML's own float constructor accepts what the pattern lets through; leading zeros such as 012 must not reach it as 12.0
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _number(loader.construct_scalar(node)))
-
-
-def _number(text: str) -> float | str:
-    return text if re.match(r"^[-+]?0[0-9]+$", text) else float(text)
-
-
-def explain(error: ValidationError, every: list[str]) -> str:
-    """The faults of a file as one line; every: its valid dotted keys."""
-    return "; ".join(_explain(fault, every) for fault in error.errors())
-
-
-def _explain(fault: dict, every: list[str]) -> str:
-    """One pydantic fault as a sentence with the key, the value and the way out."""
-    parts = [str(part) for part in fault["loc"]]
-    key = ".".join(part for part in parts if part != "str" and not part.startswith(("function-", "dict[", "constrained")))
-    if fault["type"] == "extra_forbidden":
-        return f"unknown key '{key}' (value {_shown(fault['input'])})" + _suggestion(fault["loc"], every)
-    if fault["type"] == "missing":
-        return f"{key} is missing"
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    return f"{key}={_shown(fault['input'])}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
-
-
-def _shown(value: Any) -> str:
-    """A value as it is printed, cut to 60 characters: it may be a whole section."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _suggestion(location: tuple, every: list[str]) -> str:
-    near = " or ".join(f"'{key}'" for key in _nearest(location, every))
-    return f"; did you mean {near}?" if near else ""
-
-
-def _nearest(location: tuple, every: list[str]) -> list[str]:
-    """The valid keys most like an unknown one, by its last part (`_likeness`) or else, in its own section, by the whole.
-
-    Of several that are equally like it, its own section's, or the first three. An unknown key of no section may be meant as a section.
-    """
-    *sections, name = [str(part) for part in location]
-    prefix = ".".join(sections) + "." if sections else ""
-    own = {key for key in every if key.startswith(prefix) and key.count(".") == len(sections)}
-    sought = every if sections else [*every, *dict.fromkeys(key.split(".")[0] for key in every if "." in key)]
-    scores = {key: (_likeness(name, key), key in own) for key in sought}
-    best = max(scores.values())
-    if best[0] >= 0.6:
-        return [key for key in sought if scores[key] == best][:3]
-    return difflib.get_close_matches(prefix + name, sorted(own), n=1, cutoff=0.5) if sections else []
-
-
-def _likeness(name: str, key: str) -> float:
-    """2: the key's last part is the name (or the whole, as eval_every); below, difflib's ratio of the two.
-
-    1 more where one has all words of the other: zero_stage is meant as zero, total_steps as steps and not as decay_steps.
-    """
-    last = key.rpartition(".")[2]
-    if name in (last, key.replace(".", "_")):
-        return 2
-    words, others = set(name.split("_")), set(last.split("_"))
-    return difflib.SequenceMatcher(None, name, last).ratio() + (words <= others or others <= words)
 
 
 def default(key: str) -> Any:

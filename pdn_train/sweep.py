@@ -44,6 +44,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pdn_train import config
 from pdn_train.compare import compare, table
 from pdn_train.config import Config, ConfigError
+from pdn_train.explain import explain
 from pdn_train.files import write_whole
 from pdn_train.signals import REQUEUE
 
@@ -124,7 +125,7 @@ def _read(path: str | Path) -> Sweep:
     try:
         return Sweep.model_validate(tree)
     except ValidationError as error:
-        raise SweepError(f"{path}: {config.explain(error, list(Sweep.model_fields))}") from None
+        raise SweepError(f"{path}: {explain(error, list(Sweep.model_fields))}") from None
 
 
 # ---- running ----

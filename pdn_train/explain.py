@@ -1,0 +1,65 @@
+"""Faults of a configuration in sentences: the key, the value, and the valid key that may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import ValidationError
+
+
+def explain(error: ValidationError, every: list[str]) -> str:
+    """The faults of a file as one line; every: its valid dotted keys."""
+    return "; ".join(_explain(fault, every) for fault in error.errors())
+
+
+def _explain(fault: dict, every: list[str]) -> str:
+    """One pydantic fault as a sentence with the key, the value and the way out."""
+    parts = [str(part) for part in fault["loc"]]
+    key = ".".join(part for part in parts if part != "str" and not part.startswith(("function-", "dict[", "constrained")))
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key '{key}' (value {_shown(fault['input'])})" + suggestion(fault["loc"], every)
+    if fault["type"] == "missing":
+        return f"{key} is missing"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"{key}={_shown(fault['input'])}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it is printed, cut to 60 characters: it may be a whole section."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def suggestion(location: tuple, every: list[str]) -> str:
+    near = " or ".join(f"'{key}'" for key in _nearest(location, every))
+    return f"; did you mean {near}?" if near else ""
+
+
+def _nearest(location: tuple, every: list[str]) -> list[str]:
+    """The valid keys most like an unknown one, by its last part (`_likeness`) or else, in its own section, by the whole.
+
+    Of several that are equally like it, its own section's, or the first three. An unknown key of no section may be meant as a section.
+    """
+    *sections, name = [str(part) for part in location]
+    prefix = ".".join(sections) + "." if sections else ""
+    own = {key for key in every if key.startswith(prefix) and key.count(".") == len(sections)}
+    sought = every if sections else [*every, *dict.fromkeys(key.split(".")[0] for key in every if "." in key)]
+    scores = {key: (_likeness(name, key), key in own) for key in sought}
+    best = max(scores.values())
+    if best[0] >= 0.6:
+        return [key for key in sought if scores[key] == best][:3]
+    return difflib.get_close_matches(prefix + name, sorted(own), n=1, cutoff=0.5) if sections else []
+
+
+def _likeness(name: str, key: str) -> float:
+    """2: the key's last part is the name (or the whole, as eval_every); below, difflib's ratio of the two.
+
+    1 more where one has all words of the other: zero_stage is meant as zero, total_steps as steps and not as decay_steps.
+    """
+    last = key.rpartition(".")[2]
+    if name in (last, key.replace(".", "_")):
+        return 2
+    words, others = set(name.split("_")), set(last.split("_"))
+    return difflib.SequenceMatcher(None, name, last).ratio() + (words <= others or others <= words)

@@ -1,0 +1,43 @@
+"""YAML as version 1.2 reads numbers and booleans: 3e-4 is a float, 012 and off are text. No duplicate keys."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's core numbers and booleans, refusing duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"null|~|", ["n", "~", ""]),
+    ("bool", r"true|false", list("tf")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    ("float", r"[-+]?([0-9]*\.[0-9]+|[0-9]+\.?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes the text that the loader would take for a number, such as 1e4."""
+
+
+Dumper.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+# YAML's own float constructor accepts what the pattern lets through; leading zeros such as 012 must not reach it as 12.0
+Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _number(loader.construct_scalar(node)))
+
+
+def _number(text: str) -> float | str:
+    return text if re.match(r"^[-+]?0[0-9]+$", text) else float(text)
