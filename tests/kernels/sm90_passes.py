@@ -52,7 +52,7 @@ def passes(dtype):
         back(norm_triton.residual_rms_norm(stream, added, weight, 1e-6), stream, weight)
     x = made(2, 100, 2 * 2816, dtype=dtype)
     back([swiglu_triton.swiglu(x)], x)
-    back([swiglu_triton.swiglu_linear(x, made(16, 2816, dtype=dtype))], x)
+    back([swiglu_triton.swiglu_linear(x, made(16, 2816, dtype=dtype), True)], x)
     for gradient in (True, False):
         cross_entropy_triton.cross_entropy(made(8, 32000, dtype=dtype), torch.zeros(8, dtype=torch.int64), -100, gradient)
     cross_entropy_triton.scaled(x, torch.ones(()))
