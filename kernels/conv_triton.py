@@ -14,7 +14,6 @@ with the gates: `kernels.mixer_inputs_triton`.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import torch
 import triton
@@ -23,14 +22,13 @@ from torch import Tensor
 
 from kernels.gates_triton import sigmoid
 from kernels.launch import aligned, cdiv, launch
+from kernels.tables import Tables
 
 CHANNELS = 256  # a program's: one warp of 16 bytes a thread, in 16 bits
 FORWARD_ROWS, BACKWARD_ROWS = 64, 128  # tokens a program walks over; backward, each has its own partial sum of dweight
 STAGES = 3  # fours of rows on their way or in use: each warp keeps two on the way
-KEPT = 256  # tables of that many calls' lengths
 
-_kept: OrderedDict[tuple, Tensor] = OrderedDict()
-_captured: list[Tensor] = []  # a CUDA graph holds their addresses: they live as long as the process
+_tables: Tables[Tensor] = Tables()
 
 
 def row_blocks(batch: int, length: int, bounds: tuple[int, ...] | None, rows: int, device: torch.device) -> Tensor:
@@ -38,20 +36,14 @@ def row_blocks(batch: int, length: int, bounds: tuple[int, ...] | None, rows: in
 
     An empty sequence has a block too, which hands its history on. The tables depend on the lengths alone and are kept.
     """
-    key = (batch, length, bounds, rows, device)
-    found = _kept.get(key)
-    if found is None:
+
+    def make() -> Tensor:
         starts = bounds or tuple(range(0, batch * length + 1, length))
         sequences = enumerate(zip(starts, starts[1:], strict=False))
         blocks = [(n, token, start, stop) for n, (start, stop) in sequences for token in range(start, max(stop, start + 1), rows)]
-        found = _kept[key] = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-        if len(_kept) > KEPT:
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not any(found is one for one in _captured):
-        _captured.append(found)
-    return found
+        return torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
+
+    return _tables.get((batch, length, bounds, rows, device), device, make)
 
 
 @triton.jit

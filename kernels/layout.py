@@ -15,7 +15,6 @@ The tables depend on the lengths alone and are kept: a training step builds none
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,9 +24,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.tables import Tables
+
 PROGRAMS = 256  # of a scan, that fill the card
 LONG = 64  # chunks: sequences that are worth cutting
-KEPT = 256  # tables of that many calls' lengths
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Solved:
         return self.t, self.qw, self.w, self.rows, self.whole, self.kr, self.qr, self.wd
 
 
-_kept: OrderedDict[tuple, Layout] = OrderedDict()
-_captured: list[Layout] = []  # a CUDA graph holds their addresses: they live as long as the process
+_tables: Tables[Layout] = Tables()
 
 
 def chunk_rows(k: Tensor) -> int:
@@ -120,18 +119,11 @@ def chunk_rows(k: Tensor) -> int:
 
 def layout(batch: int, length: int, bounds: tuple[int, ...] | None, chunk: int, heads: int, device: torch.device) -> Layout:
     """The tables of B sequences of T tokens, or of the packed ones that start and end at bounds, in chunks of `chunk` rows."""
-    key = (batch, length, bounds, chunk, heads, device)
-    found = _kept.get(key)
-    if found is None:
-        found = _build(bounds or tuple(range(0, batch * length + 1, length)), chunk, heads, device)
-        _kept[key] = found
-        if len(_kept) > KEPT:
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not any(found is one for one in _captured):
-        _captured.append(found)
-    return found
+
+    def make() -> Layout:
+        return _build(bounds or tuple(range(0, batch * length + 1, length)), chunk, heads, device)
+
+    return _tables.get((batch, length, bounds, chunk, heads, device), device, make)
 
 
 def _build(bounds: tuple[int, ...], chunk: int, heads: int, device: torch.device) -> Layout:

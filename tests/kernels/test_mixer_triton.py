@@ -5,7 +5,6 @@ Without a GPU in Triton's interpreter, in fp32 and at small shapes, since a prog
 """
 
 import os
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from kernels import conv_triton, mixer_inputs_triton, norm_triton  # noqa: E402
+from kernels import conv_triton, mixer_inputs_triton, norm_triton, tables  # noqa: E402
 from kernels.conv import short_conv, short_conv_step  # noqa: E402
 from kernels.gates import GateColumns, GateParameters, channel_decay, log_decay  # noqa: E402
 from kernels.mixer_inputs import mixer_inputs, mixer_inputs_step  # noqa: E402
@@ -111,10 +110,10 @@ def test_conv_step():
 
 
 def test_tables_are_kept_and_bounded(monkeypatch):
-    monkeypatch.setattr(conv_triton, "KEPT", 2)
-    monkeypatch.setattr(conv_triton, "_kept", OrderedDict())
+    monkeypatch.setattr(tables, "KEPT", 2)
+    monkeypatch.setattr(conv_triton, "_tables", tables.Tables())
     made = [conv_triton.row_blocks(1, T, None, 4, torch.device(DEVICE)) for T in (5, 6, 7)]
-    assert len(conv_triton._kept) == 2
+    assert len(conv_triton._tables.kept) == 2
     assert conv_triton.row_blocks(1, 7, None, 4, torch.device(DEVICE)) is made[2]
     assert made[1].tolist() == [[0, 0, 0, 6], [0, 4, 0, 6]]
     packed = conv_triton.row_blocks(1, 5, (0, 0, 5), 4, torch.device(DEVICE))

@@ -5,7 +5,6 @@ chunks of 32 rows, so the lengths are chosen round 32; 16-bit inputs, with chunk
 """
 
 import os
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ pytest.importorskip("triton")
 from kernels import decode, layout  # noqa: E402
 from kernels.chunk import Preconditioner, State  # noqa: E402
 from kernels.chunk_triton import Call  # noqa: E402
+from kernels.tables import Tables  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = 1e-5
@@ -63,10 +63,10 @@ def test_chunks_of_64_rows(case, assert_close, monkeypatch):
 def test_long_sequences_in_pieces(name, bounds, case, assert_close, monkeypatch):
     """Scans over pieces of one chunk, chained, are the scan of the whole: outputs, states, gradients."""
     monkeypatch.setattr(layout, "LONG", 2)
-    monkeypatch.setattr(layout, "_kept", OrderedDict())
+    monkeypatch.setattr(layout, "_tables", Tables())
     one = case(name, 130, B=1, H=1, K=16, V=16, bounds=bounds).rounded(torch.float32)
     got = run(one)
-    assert next(iter(layout._kept.values())).cut
+    assert next(iter(layout._tables.kept.values())).cut
     assert_close(got, one.run("reference"), TOLERANCE)
 
 
@@ -121,10 +121,11 @@ def test_views_of_a_fused_projection_are_not_copied(case):
     assert torch.equal(_rows(fused.view(2, 5, 12, 16).transpose(1, 2)), fused.view(2, 5, 12, 16).transpose(1, 2).flatten(0, 1))
 
 
+@pytest.mark.parametrize("name", ["pgdn", "pkda"])
 @pytest.mark.parametrize("t", [0, 20, 32])
-def test_causality(t, case):
+def test_causality(t, name, case):
     """Whatever token t holds, gates included, no bit before it changes."""
-    one = case("pgdn", 40, B=1, H=1, K=16, V=16)
+    one = case(name, 40, B=1, H=1, K=16, V=16)
     changed = {n: x.clone() for n, x in one.tensors.items() if n not in ("s", "a", "m")}
     for x in changed.values():
         x[:, t] = x[:, t] / 2 + x[:, t - 1] / 4

@@ -4,7 +4,6 @@ In the interpreter without a GPU, in fp32 and at small shapes, as `test_triton.p
 """
 
 import os
-from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
@@ -19,6 +18,7 @@ from kernels import decode, layout, scan_backward, solve_channel  # noqa: E402
 from kernels.chunk import Preconditioner, State  # noqa: E402
 from kernels.chunk_triton import Call  # noqa: E402
 from kernels.operands import normalize  # noqa: E402
+from kernels.tables import Tables  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCE = 1e-5
@@ -112,9 +112,9 @@ def test_chunks_of_64_rows(case, assert_close, monkeypatch):
 @pytest.mark.parametrize("name, bounds", [("pkda", None), ("kda", [0, 0, 70, 71, 130, 130])])
 def test_long_sequences_in_pieces(name, bounds, case, assert_close, monkeypatch):
     monkeypatch.setattr(layout, "LONG", 2)
-    monkeypatch.setattr(layout, "_kept", OrderedDict())
+    monkeypatch.setattr(layout, "_tables", Tables())
     check(case(name, 130, B=1, H=1, K=16, V=16, bounds=bounds), assert_close)
-    assert next(iter(layout._kept.values())).cut
+    assert next(iter(layout._tables.kept.values())).cut
 
 
 def inside(x, poison):
@@ -146,17 +146,6 @@ def test_a_decay_that_is_part_of_a_fused_projection(case):
 
     plain, views = outputs(one), outputs(one, place=place)
     assert all(torch.equal(plain[n], views[n]) for n in plain)
-
-
-@pytest.mark.parametrize("t", [1, 20, 32])
-def test_causality(t, case):
-    """Whatever token t holds, gates included, no bit before it changes."""
-    one = case("pkda", 40, B=1, H=1, K=16, V=16)
-    changed = {n: x.clone() for n, x in one.tensors.items() if n not in ("s", "a", "m")}
-    for x in changed.values():
-        x[:, t] = x[:, t] / 2 + x[:, t - 1] / 4
-    before, after = (outputs(c)["o"] for c in (one, one.with_(**changed)))
-    assert torch.equal(before[:, :t], after[:, :t]) and not torch.equal(before[:, t:], after[:, t:])
 
 
 def test_a_neighbour_full_of_nan_changes_nothing(case):
