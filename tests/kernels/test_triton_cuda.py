@@ -21,7 +21,7 @@ SHAPES = [
     dict(T=70, K=256, V=60),
 ]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
-ROUNDINGS = 3  # times what one rounding costs: about as many stand between 16-bit operands and the gradient of the write keys
+ROUNDINGS = 2  # times what one rounding costs: that of the stored gradient of the write keys, and those of the operands that make it
 
 
 def judged(one, dtype):
@@ -45,7 +45,7 @@ class _Rounded(torch.autograd.Function):
 
 def tolerances(one, dtype, errors, device="cuda"):
     """{name: limit}. The gradients of gain, forget and center are sums of the write keys' gradient in which terms cancel: rounding that
-    once to dtype, with all else in fp64, costs up to 2.7e-2 (bf16). Where a few such roundings cost more than LIMITS they are the limit.
+    once to dtype, with all else in fp64, costs up to 2.7e-2 (bf16). Where two such roundings cost more than LIMITS they are the limit.
     """
     one = one.rounded(dtype)
     exact = one.run("torch", torch.float64, device)
