@@ -4,12 +4,14 @@ Without arguments: a small model of each kind, random weights, exported, loaded 
 (relative RMS error of the logits at most 1e-4) and bf16 (1e-2, or little more than this project's own), against this project's fp64 model
 on the CPU. FOLDER names exports of --format fla instead; `--kinds pgdn,pkda` takes some kinds. Prints a line each and exits 1 where one is
 off, 77 where flash-linear-attention, transformers or a GPU is missing. Its kernels run with the first of their configurations (trying them
-all out takes minutes, and logits do not depend on it) and multiply fp32 as fp32, not as TF32. Its DN refuses fp32.
+all out takes minutes, and logits do not depend on it) and multiply fp32 as fp32: left to themselves they take TF32, in GDN's and KDA's
+triangular solve even where Triton is asked for fp32. Its DN refuses fp32.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -81,6 +83,17 @@ def without_autotuning() -> None:
     Autotuner.__init__ = first_only
 
 
+def without_tf32() -> None:
+    """Their solves' products in fp32. Their kernels read these names when they are compiled."""
+    import fla  # noqa: F401 - imports the modules
+    import triton.language as tl
+
+    for name in ("fla.ops.gated_delta_rule.chunk_fwd", "fla.ops.kda.chunk_intra"):
+        module = importlib.import_module(name)
+        assert hasattr(module, "SOLVE_TRIL_DOT_PRECISION"), f"{name} has another name for it now"
+        module.SOLVE_TRIL_DOT_PRECISION = tl.constexpr("ieee")
+
+
 def relative(x: torch.Tensor, judge: torch.Tensor) -> float:
     return ((x - judge).square().mean() / judge.square().mean()).sqrt().item()
 
@@ -95,6 +108,7 @@ def main() -> int:
         print(f"skipped: {', '.join(missing) or 'a GPU'} is not here")
         return 77
     without_autotuning()
+    without_tf32()
     wrong = 0
     with tempfile.TemporaryDirectory() as scratch:
         folders = a.folders or [Path(scratch) / kind for kind in a.kinds.split(",")]
