@@ -16,7 +16,7 @@ journal. More than `--max-bad` of all records end the run with an error: at its 
 done stays done: the same command with a higher `--max-bad` goes on.
 
 Speed is the tokenizer's, 2 to 5 MB of English a second a worker. `--val-fraction` sends documents, chosen by a hash of their text, to
-DIR/val.
+DIR/val. Whole documents: a long one can be most of a small split, and the last line of the output says where one is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from data_prep.encode import Encoded, Fault, Rules, encode_in_order
 from data_prep.inputs import DatasetInput, FileInput, InputError, Place, batches, find_inputs
 from pdn_train.files import write_whole
-from pdn_train.shards import MANIFEST, ShardError, ShardWriter, TokenizerInfo, write_manifest
+from pdn_train.shards import MANIFEST, Manifest, ShardError, ShardWriter, TokenizerInfo, longest_document, write_manifest
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 JOURNAL = "prepare.journal"
@@ -42,6 +42,7 @@ COMMIT_SECONDS = 5.0
 REPORT_SECONDS = 10.0
 EARLY = 10_000  # records before which the share of bad ones says nothing
 SHOWN = 20  # bad records printed; the journal has all
+LARGE = 0.1  # share of a split's tokens above which one document is named
 
 
 class PrepareError(ValueError):
@@ -272,9 +273,12 @@ class _Run:
         for split, writer in self.writers.items():
             if not writer.totals.documents:
                 raise PrepareError(_nothing_went_to(split, self.documents, len(self.faults), self.options))
-        for split in reversed(self.writers):
-            write_manifest(self.writers[split].folder, self.writers[split].finish())
+        manifests = {writer.folder: writer.finish() for writer in self.writers.values()}
+        for folder in reversed(manifests):
+            write_manifest(folder, manifests[folder])
         self._summarise()
+        for folder, manifest in manifests.items():
+            _warn_of_a_large_document(folder, manifest)
 
     def _ended(self) -> int:
         return sum(len(writer.shards) for writer in self.writers.values())
@@ -340,6 +344,17 @@ def _nothing_went_to(split: str, documents: int, bad: int, options: Options) -> 
         + (": a split needs at least two documents" if documents == 1 else "")
         + f'; a .txt file is one document, a .jsonl file has one {{"{options.rules.text_field}": ...}} a line; {again} {means}'
     )
+
+
+def _warn_of_a_large_document(folder: Path, manifest: Manifest) -> None:
+    tokens = manifest.totals.tokens
+    longest = longest_document(folder, manifest, at_least=int(LARGE * tokens) + 1)
+    if longest:
+        print(
+            f"warning: {folder}: one document is {longest / tokens:.0%} of the split ({longest:,} of {tokens:,} tokens) and weighs as much "
+            "in its loss; cut long documents into pieces, or leave it out",
+            file=sys.stderr,
+        )
 
 
 def _kinds(faults: list[Fault]) -> str:

@@ -359,12 +359,10 @@ def faults(folder: str | Path, manifest: Manifest, shard: Shard) -> Iterator[str
         yield str(error)
         return
     digest, ends, highest, last = hashlib.sha256(), 0, -1, eos
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(READ_SIZE), b""):
-            digest.update(block)
-            ids = np.frombuffer(block, dtype=DTYPES[manifest.dtype])
-            ends += int((ids == eos).sum())
-            highest, last = max(highest, int(ids.max())), int(ids[-1])
+    for ids in _blocks(folder, manifest, shard):
+        digest.update(ids)
+        ends += int((ids == eos).sum())
+        highest, last = max(highest, int(ids.max())), int(ids[-1])
     if digest.hexdigest() != shard.sha256:
         yield f"{path}: the contents changed: expected sha256 {shard.sha256}, found {digest.hexdigest()}; copy or prepare it again"
     if highest >= manifest.tokenizer.vocab_size:
@@ -379,8 +377,30 @@ def unigram_entropy(folder: str | Path, manifest: Manifest) -> float:
     """Nats a token of the frequencies of single tokens: the loss of a model that knows these and nothing of the context."""
     counts = np.zeros(manifest.tokenizer.vocab_size, dtype=np.int64)
     for shard in manifest.shards:
-        with open(Path(folder) / shard.file, "rb") as file:
-            for block in iter(lambda file=file: file.read(READ_SIZE), b""):
-                counts += np.bincount(np.frombuffer(block, dtype=DTYPES[manifest.dtype]), minlength=len(counts))
+        for ids in _blocks(folder, manifest, shard):
+            counts += np.bincount(ids, minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def longest_document(folder: str | Path, manifest: Manifest, at_least: int) -> int:
+    """Tokens (eos included) of the longest document that has `at_least` of them; 0 where none has. Reads the shards that could hold it."""
+    longest = 0
+    for shard in manifest.shards:
+        if shard.tokens < at_least:
+            continue
+        begin = position = 0  # of the document that goes on, of the block; in tokens of the shard
+        for ids in _blocks(folder, manifest, shard):
+            after = position + 1 + np.flatnonzero(ids == manifest.tokenizer.eos_id)
+            position += len(ids)
+            if len(after):
+                longest = max(longest, int(np.diff(after, prepend=begin).max()))
+                begin = int(after[-1])
+    return longest if longest >= at_least else 0
+
+
+def _blocks(folder: str | Path, manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
+    """The ids of one shard, READ_SIZE bytes at a time."""
+    with open(Path(folder) / shard.file, "rb") as file:
+        for block in iter(lambda: file.read(READ_SIZE), b""):
+            yield np.frombuffer(block, dtype=DTYPES[manifest.dtype])

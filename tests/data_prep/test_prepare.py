@@ -18,7 +18,7 @@ import zstandard
 
 from data_prep import inputs as reading
 from data_prep import prepare, verify
-from data_prep.encode import Rules, encode_in_order
+from data_prep.encode import Rules, encode_in_order, in_validation
 from data_prep.inputs import find_inputs
 from pdn_train.shards import Shards, read_manifest
 from pdn_train.tokenizer import Tokenizer
@@ -363,6 +363,23 @@ def test_a_folder_of_other_shards_is_left_alone(corpus, tiny_tokenizer, tmp_path
     make_shards(tmp_path / "out", [[5] * 9])
     assert _run(tmp_path / "out", [corpus], tiny_tokenizer) == 1
     assert "holds shards without a prepare.journal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("split", "words", "named"), [("train", 280, False), ("train", 310, True), ("val", 340, False), ("val", 380, True), ("val", 3000, True)]
+)
+def test_a_document_of_more_than_a_tenth_of_its_split_is_named(documents, tiny_tokenizer, tmp_path, capsys, split, words, named):
+    """Judge: the tokenizer and the split's total. The same command says it again, though it encodes nothing."""
+    text = next(t for n in range(100) if in_validation((t := f"{n} " + "x y " * words).encode(), 0.5) == (split == "val"))
+    (tmp_path / "a.jsonl").write_bytes(_lines([*documents[:40], text, *documents[40:80]]))
+    length = len(Tokenizer.load(tiny_tokenizer).encode(text)) + 1
+    folders = {"train": tmp_path / "out", "val": tmp_path / "out" / "val"}
+    for _ in range(2):
+        assert _run(tmp_path / "out", [tmp_path / "a.jsonl"], tiny_tokenizer, "--val-fraction", "0.5") == 0
+        tokens, said = read_manifest(folders[split]).totals.tokens, capsys.readouterr().err
+        wanted = f"warning: {folders[split]}: one document is {length / tokens:.0%} of the split ({length:,} of {tokens:,} tokens)"
+        assert said.count("one document is") == said.count(wanted) == (length > 0.1 * tokens) == named
+        assert said.count("cut long documents into pieces, or leave it out") == named
 
 
 # Bad input

@@ -290,3 +290,19 @@ def test_unigram_entropy_by_hand(tmp_path, make_shards):
     make_shards(tmp_path, [[5, 5, 5, 6]] * 2)
     wanted = -(0.6 * np.log(0.6) + 2 * 0.2 * np.log(0.2))
     assert format_.unigram_entropy(tmp_path, read_manifest(tmp_path)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(("vocab_size", "shard_tokens"), [(100, 12), (100, 1000), (70_000, 1000)])
+@pytest.mark.parametrize("lengths", [[3, 30, 7], [40, 3], [3, 9, 9, 60], [1], [25, 1, 1, 1, 26]])
+def test_the_longest_document_wherever_blocks_end(tmp_path, make_shards, monkeypatch, vocab_size, shard_tokens, lengths):
+    """Judge: the lengths that were written. A shard that holds too few tokens is not read."""
+    monkeypatch.setattr(format_, "READ_SIZE", 8)
+    make_shards(tmp_path, [[5] * length for length in lengths], vocab_size=vocab_size, shard_tokens=shard_tokens)
+    manifest = read_manifest(tmp_path)
+    wanted = max(lengths) + 1
+    assert format_.longest_document(tmp_path, manifest, at_least=1) == wanted
+    assert format_.longest_document(tmp_path, manifest, at_least=wanted + 1) == 0
+    for shard in manifest.shards:
+        if shard.tokens < wanted:
+            (tmp_path / shard.file).unlink()
+    assert format_.longest_document(tmp_path, manifest, at_least=wanted) == wanted
