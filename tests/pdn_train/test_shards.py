@@ -293,7 +293,7 @@ def test_unigram_entropy_by_hand(tmp_path, make_shards):
 
 
 @pytest.mark.parametrize(("vocab_size", "shard_tokens"), [(100, 12), (100, 1000), (70_000, 1000)])
-@pytest.mark.parametrize("lengths", [[3, 30, 7], [40, 3], [3, 9, 9, 60], [1], [25, 1, 1, 1, 26]])
+@pytest.mark.parametrize("lengths", [[4, 30, 7], [40, 3], [2, 9, 9, 60], [1], [25, 1, 1, 1, 26]])
 def test_the_longest_document_wherever_blocks_end(tmp_path, make_shards, monkeypatch, vocab_size, shard_tokens, lengths):
     """Judge: the lengths that were written. A shard that holds too few tokens is not read."""
     monkeypatch.setattr(format_, "READ_SIZE", 8)
