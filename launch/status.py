@@ -2,6 +2,9 @@
 
 Reads the run's own files, and asks `squeue` about SLURM jobs. Where several jobs have met one folder, the one that owns it counts. Needs
 neither torch nor a GPU.
+
+`step` is where the ranks are, or where they ended; loss and speed are of the last line in metrics.jsonl, which comes every log.every steps,
+and so a run that was stopped in between stands at a later step, the one of its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 
 from launch.requeue import read_endings
 from launch.snapshot import Submission, submissions
-from pdn_train.checkpoint import COMPLETE, folders
+from pdn_train.checkpoint import COMPLETE, folders, step_of
 from pdn_train.config import ConfigError, load
 from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
 from pdn_train.rundir import RunDir, owner
@@ -32,8 +35,9 @@ class Status:
     run: Path
     job: str | None
     state: str
-    step: int | None
+    step: int | None  # finished
     steps: int | None
+    logged: int | None  # the step of tokens_per_second and loss
     tokens_per_second: float | None
     eta_seconds: float | None  # of a run that is training now
     loss: float | None
@@ -51,19 +55,21 @@ def status(path: Path) -> Status:
     steps = load(run_dir.config).train.steps
     attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     words = read_words(attempt) if attempt is not None else []
-    last = _last_line(run_dir.metrics)
+    last, checkpoint = _last_line(run_dir.metrics), _newest_checkpoint(run_dir.checkpoints)
+    step = _finished(words, last.get("step"), checkpoint)
     heard = time.time() - max(word.time for word in words) if words else None
     job, now, restarts = job_of(submissions(run_dir), attempt, state(words, heard))
     return Status(
         run=path,
         job=job,
         state=now,
-        step=last.get("step"),
+        step=step,
         steps=steps,
+        logged=last.get("step"),
         tokens_per_second=last.get("tokens_per_second"),
-        eta_seconds=(steps - last["step"]) * last["step_seconds"] if last and now == "running" else None,
+        eta_seconds=(steps - step) * last["step_seconds"] if last and now == "running" else None,
         loss=last.get("loss"),
-        checkpoint=_newest_checkpoint(run_dir.checkpoints),
+        checkpoint=None if checkpoint is None else checkpoint.name,
         restarts=restarts,
         heard_seconds=heard,
         refused=newest_refusal(run_dir.heartbeats) if attempt is not None and refusal(attempt) is None else None,
@@ -115,7 +121,8 @@ def detail(found: Status) -> str:
     run_dir = RunDir(found.run)
     lines = [
         f"{found.run}: {found.state}" + (f", job {found.job}" if found.job else ""),
-        f"  step        {_of(found.step, found.steps)}" + (f"   loss {found.loss:.4f}" if found.loss is not None else ""),
+        f"  step        {_of(found.step, found.steps)}",
+        f"  loss        {_loss(found, 'at step')}",
         f"  speed       {_rate(found.tokens_per_second)}   ETA {_hours(found.eta_seconds)}",
         f"  checkpoint  {found.checkpoint or 'none'}",
         f"  restarts    {found.restarts}",
@@ -134,15 +141,14 @@ def detail(found: Status) -> str:
 def table(found: list[Status]) -> str:
     rows = [("run", "job", "state", "step", "tok/s", "ETA", "loss", "checkpoint", "restarts")]
     for one in found:
-        rate, loss = _rate(one.tokens_per_second), "-" if one.loss is None else f"{one.loss:.4f}"
         row = (
             str(one.run),
             one.job or "-",
             one.state,
             _of(one.step, one.steps),
-            rate.removesuffix(" tok/s"),
+            _rate(one.tokens_per_second).removesuffix(" tok/s"),
             _hours(one.eta_seconds),
-            loss,
+            _loss(one, "at"),
         )
         rows.append((*row, one.checkpoint or "none", str(one.restarts)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -162,13 +168,24 @@ def _last_line(file: Path) -> dict:
     return {}
 
 
-def _newest_checkpoint(root: Path) -> str | None:
+def _newest_checkpoint(root: Path) -> Path | None:
     """By its mark; whether every file is what it was is checked when it is loaded."""
-    return next((folder.name for folder in folders(root) if (folder / COMPLETE).exists()), None)
+    return next((folder for folder in folders(root) if (folder / COMPLETE).exists()), None)
+
+
+def _finished(words: list[Word], logged: int | None, checkpoint: Path | None) -> int | None:
+    """By the ranks' own words; before they know it, or without any, by what the starts before have left."""
+    told = max((word.step for word in words), default=-1)
+    left = [logged, None if checkpoint is None else step_of(checkpoint)]
+    return told if told >= 0 else max((step for step in left if step is not None), default=None)
 
 
 def _of(step: int | None, steps: int | None) -> str:
     return f"{step or 0}/{steps}"
+
+
+def _loss(found: Status, at: str) -> str:
+    return "-" if found.loss is None else f"{found.loss:.4f} {at} {found.logged}"
 
 
 def _rate(value: float | None) -> str:

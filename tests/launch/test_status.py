@@ -52,8 +52,33 @@ def test_a_running_run(run, capsys):
             (run / "checkpoints" / name / "COMPLETE").touch()
     assert status.main([str(run)]) == 0
     said = capsys.readouterr().out
-    for part in ("running", "20/2000", "3.2500", "120,000 tok/s", "ETA 1:06:00", "step_0000000020", "restarts    0"):
+    for part in ("running", "30/2000", "3.2500 at step 20", "120,000 tok/s", "ETA 1:05:40", "step_0000000020", "restarts    0"):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    "words, step",
+    [
+        ([replace(ME, step=27, state="stopped")] * 2, 27),
+        ([replace(ME, step=29, started="0"), replace(ME, step=30, started="0")], 30),  # killed; it goes on from 27
+        ([replace(ME, step=-1)] * 2, 27),  # starts again
+        ([], 27),
+    ],
+    ids=["stopped", "killed", "starting", "no words"],
+)
+def test_a_run_stopped_after_its_last_line_in_metrics(run, capsys, words, step):
+    """Its checkpoint is of a later step; loss and speed are the line's, and say so, in the table too."""
+    say(run, *words)
+    entry = {"step": 20, "loss": 3.25, "tokens_per_second": 120_000.0, "step_seconds": 2.0}
+    (run / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    (run / "checkpoints" / "step_0000000027").mkdir(parents=True)
+    (run / "checkpoints" / "step_0000000027" / "COMPLETE").touch()
+    status.main([str(run)])
+    said = capsys.readouterr().out
+    assert f"step        {step}/2000\n" in said and "loss        3.2500 at step 20\n" in said and "checkpoint  step_0000000027\n" in said
+    status.main([str(run), str(run)])
+    said = capsys.readouterr().out.splitlines()[1]
+    assert f" {step}/2000 " in said and " 3.2500 at 20 " in said and " step_0000000027 " in said
 
 
 @pytest.mark.parametrize(
@@ -169,7 +194,7 @@ def test_what_torchrun_started_is_no_job_whatever_was_submitted_before(run):
     assert (status.status(run).job, status.status(run).state, status.status(run).restarts) == (None, "running", 0)
 
 
-@pytest.mark.parametrize("state, eta", [("running", "ETA 1:06:00"), ("stopped", "ETA -"), ("done", "ETA -"), ("failed", "ETA -")])
+@pytest.mark.parametrize("state, eta", [("running", "ETA 1:05:40"), ("stopped", "ETA -"), ("done", "ETA -"), ("failed", "ETA -")])
 def test_only_a_run_that_trains_has_a_time_of_arrival(run, state, eta, capsys):
     say(run, replace(ME, state=state))
     (run / "metrics.jsonl").write_text(json.dumps({"step": 20, "step_seconds": 2.0}) + "\n")
