@@ -12,6 +12,8 @@ for a configuration that cannot run. A signal that stops a local run ends the li
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 import shlex
 import sys
@@ -93,8 +95,10 @@ def submit(config: Config, command: list[str], stop: StopRequest | None) -> int:
         return local.run(submission, lambda: local_executor(config, submission), stop)
     if config.launch.cluster == "debug":
         return debug(submission)
+    executor = slurm_executor(config, submission)
     try:
-        job = slurm_executor(config, submission).submit(Job(str(submission.folder)))
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints there what its error holds
+            job = executor.submit(Job(str(submission.folder)))
     except FailedJobError as error:
         raise ConfigError(f"sbatch refused the job of {config.run_dir}: {str(error).strip()}") from None
     print(f"job {job.job_id}   run_dir {config.run_dir}")
