@@ -54,11 +54,12 @@ def _read_together(folder: Path, world: World) -> tuple[dict | None, str | None]
     return (None, faults[0]) if faults else (state, None)
 
 
-def require_same_run(saved: Saved, config: Config, data: dict) -> None:
+def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> None:
     """Raise CheckpointError naming every key in which a checkpoint and the run that would resume from it disagree.
 
     Compared are the model (whatever computes it), the data and their order, the optimizer and its schedule, batch, seed and precision, less
     `resume.allow`; train.steps may always grow or shrink, with the schedule following the new number. data: the samples' fingerprint.
+    Rank 0 logs what differs and may.
     """
     then, now = saved.state["config"], config.model_dump(mode="json")
     keys = [f"{section}.{key}" for section in ("model", "optim") for key in now[section] if f"{section}.{key}" != "model.kernel"]
@@ -74,6 +75,8 @@ def require_same_run(saved: Saved, config: Config, data: dict) -> None:
             + "; ".join(refused)
             + ". Use another run_dir, or name the keys in resume.allow if this is meant (those of the model's shape cannot be allowed)"
         )
+    if not world.leads:
+        return
     for text in differing:
         log.warning("resume.allow: %s", text)
     if then["train"]["steps"] != now["train"]["steps"]:
@@ -96,7 +99,8 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
         return
     from pdn_train.engine import to_universal  # here, so that finding a checkpoint needs no DeepSpeed
 
-    log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, saved.state["world"], here)
+    if world.leads:
+        log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, saved.state["world"], here)
     universal = saved.folder.with_name(saved.folder.name + ".universal")
     world.from_leader(lambda: to_universal(saved.folder, universal))
     progress = saved.progress

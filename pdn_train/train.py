@@ -60,7 +60,7 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
         watchdog.beat("checking the checkpoints")
         saved = newest_whole(run_dir.checkpoints, world)
         if saved is not None:
-            world.together(lambda: require_same_run(saved, config, samples.fingerprint))
+            world.together(lambda: require_same_run(saved, config, samples.fingerprint, world))
         world.from_leader(lambda: require_space(run_dir.checkpoints, estimate.parameters(config.model)))
         engine = build_engine(config, world, watchdog, samples, saved)
         checkpoints.reserve(engine)

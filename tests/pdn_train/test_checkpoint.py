@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from pdn_train import publication, saving
 from pdn_train.checkpoint import CheckpointError, Progress, folder_name, newest
 from pdn_train.config import Config, build
-from pdn_train.resume import newest_whole, require_same_run
+from pdn_train.resume import newest_whole, require_same_run, restore
 from pdn_train.saving import Checkpoints
 from pdn_train.world import World
 
@@ -199,10 +200,10 @@ def test_an_interrupted_first_publication_that_is_not_whole_is_a_fresh_start(roo
 def test_a_run_that_differs_is_refused_with_every_difference(root):
     save(root, 10)
     saved = newest_whole(root, WORLD)
-    require_same_run(saved, config(checkpoint={"every": 7}, log={"every": 1}, parallel={"zero": 2}, train={"steps": 9000}), DATA)
+    require_same_run(saved, config(checkpoint={"every": 7}, log={"every": 1}, parallel={"zero": 2}, train={"steps": 9000}), DATA, WORLD)
     other = config(model={"num_layers": 2, "recurrence": "gdn"}, train={"global_batch": 512}, data={"seed": 9})
     with pytest.raises(CheckpointError) as caught:
-        require_same_run(saved, other, {**DATA, "seed": 9})
+        require_same_run(saved, other, {**DATA, "seed": 9}, WORLD)
     for part in (
         "model.num_layers: 24 then, 2 now",
         "model.recurrence: 'pgdn' then, 'gdn' now",
@@ -211,13 +212,31 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
     ):
         assert part in str(caught.value)
     del saved.state["config"]["model"]["channel_dt"]  # as in a checkpoint older than the key: it did what the default does
-    require_same_run(saved, config(), DATA)
+    require_same_run(saved, config(), DATA, WORLD)
     with pytest.raises(CheckpointError, match="model.channel_dt: 'zero' then, 'log_uniform' now"):
-        require_same_run(saved, config(model={"recurrence": "kda", "channel_dt": "log_uniform"}), DATA)
+        require_same_run(saved, config(model={"recurrence": "kda", "channel_dt": "log_uniform"}), DATA, WORLD)
     allowed = config(optim={"lr": 1e-3}, resume={"allow": ["optim.lr"]})
-    require_same_run(saved, allowed, DATA)
+    require_same_run(saved, allowed, DATA, WORLD)
     with pytest.raises(CheckpointError, match="optim.lr: 0.0004 then, 0.001 now"):
-        require_same_run(saved, config(optim={"lr": 1e-3}), DATA)
+        require_same_run(saved, config(optim={"lr": 1e-3}), DATA, WORLD)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_tells_what_differs_and_of_the_conversion(root, monkeypatch, caplog, rank):
+    """Onto two ranks at stage 2, with more steps and an optim.lr that may differ."""
+    save(root, 10)
+    saved = newest_whole(root, WORLD)
+    now = config(train={"steps": 9000}, parallel={"zero": 2}, optim={"lr": 1e-3}, resume={"allow": ["optim.lr"]})
+    world, put = World(rank, rank, 2, 1, torch.device("cpu")), []
+    monkeypatch.setattr("pdn_train.engine.to_universal", lambda checkpoint, output: output.mkdir())
+    engine = SimpleNamespace(put_universal=lambda folder, step: put.append((folder.name, step)), refresh_weights=lambda: None)
+    with caplog.at_level(logging.INFO):
+        require_same_run(saved, now, DATA, world)
+        restore(saved, engine, now, world)
+    assert put == [("step_0000000010.universal", 10)]
+    lines = ["resume.allow: optim.lr: 0.0004 then, 0.001 now", "train.steps goes from 3000 to 9000", "step_0000000010 was written by"]
+    assert len(caplog.messages) == (len(lines) if rank == 0 else 0)
+    assert all(said.startswith(line) for said, line in zip(caplog.messages, lines, strict=False))
 
 
 def test_state_json_tells_what_was_saved(root):
