@@ -26,6 +26,7 @@ from kernels.maps import Piece, Relay, chain, compose, follow
 from pdn_train.world import World
 
 Method = Literal["gather", "hierarchical", "pipelined"]
+GATHERED = 8  # ranks up to which a hand-on is an all-gather: 80 us a call against 132 us of a send and a receive (docs/sequence.md)
 
 
 class Wire(Protocol):
@@ -122,10 +123,13 @@ class LineRelay(Relay):
 
 def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
     """x of the rank before (reverse: after) this one; zero on the first."""
-    step = -1 if reverse else 1
-    make = torch.empty_like if 0 <= wire.rank - step < wire.size else torch.zeros_like
-    found = make(x, memory_format=torch.contiguous_format)
-    wire.exchange(x, wire.rank + step, found, wire.rank - step)
+    source = wire.rank + (1 if reverse else -1)
+    there = 0 <= source < wire.size
+    if wire.size <= GATHERED:
+        found = wire.gather(x)
+        return found[source] if there else torch.zeros_like(x)
+    found = (torch.empty_like if there else torch.zeros_like)(x, memory_format=torch.contiguous_format)
+    wire.exchange(x, 2 * wire.rank - source, found, source)
     return found
 
 

@@ -45,7 +45,8 @@ class _Rounded(torch.autograd.Function):
 
 def tolerances(one, dtype, errors, device="cuda"):
     """{name: limit}. The gradients of gain, forget and center are sums of the write keys' gradient in which terms cancel: rounding that
-    once to dtype, with all else in fp64, costs up to 2.7e-2 (bf16). Where two such roundings cost more than LIMITS they are the limit.
+    once to dtype, with all else in fp64, costs up to 2.7e-2 (bf16). Where two such roundings cost more than LIMITS they are the limit. With
+    fp16 inputs too these sums are taken over bf16 terms (some are up to 1 / eps = 1e6, past fp16), so bf16's limit is theirs.
     """
     one = one.rounded(dtype)
     exact = one.run("torch", torch.float64, device)
@@ -55,7 +56,8 @@ def tolerances(one, dtype, errors, device="cuda"):
 
     with mock.patch.object(chunk_torch, "write_key", rounded):
         off = errors(one.run("torch", torch.float64, device), {n: x.cpu() for n, x in exact.items()})
-    return {n: max(LIMITS[dtype], ROUNDINGS * off[n]) if n in ("dp", "dc", "dm") else LIMITS[dtype] for n in exact}
+    terms = dtype if dtype == torch.float32 else torch.bfloat16
+    return {n: max(LIMITS[terms], ROUNDINGS * off[n]) if n in ("dp", "dc", "dm") else LIMITS[dtype] for n in exact}
 
 
 MATRIX = [(name, dtype) for dtype in LIMITS for name in NAMES if dtype != torch.float16 or name in ("pgdn", "pkda")]

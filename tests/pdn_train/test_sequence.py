@@ -20,7 +20,7 @@ import torch
 
 from kernels.maps import Piece
 from kernels.recurrence import RECURRENCES
-from pdn_train.sequence import METHODS, Line, Network, choose, seconds
+from pdn_train.sequence import METHODS, Line, Network, choose, seconds, shift
 
 WORKER = Path(__file__).with_name("sequence_worker.py")
 worker = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("sequence_worker", WORKER))
@@ -175,6 +175,17 @@ def test_what_arrives_at_every_rank(method, ranks, per_node):
             assert torch.allclose(found[rank][1][row], handed, rtol=1e-12, atol=1e-12)
             through = maps[rank, row].mT @ handed if not begins & {2 * rank, 2 * rank + 1} else 0
             handed = torch.zeros_like(x) if 2 * rank in begins else through + gradient[rank, row]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 9])  # the first two by an all-gather, the last from rank to rank
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_handed_to_the_next_rank(ranks, reverse):
+    with ThreadPoolExecutor(ranks) as pool:
+        lines = thread_lines(ranks, ranks, "gather")
+        found = list(pool.map(lambda line: shift(line.whole, torch.full((2, 3), float(line.whole.rank)), reverse), lines))
+    for rank, x in enumerate(found):
+        source = rank + 1 if reverse else rank - 1
+        assert torch.equal(x, torch.full((2, 3), float(source) if 0 <= source < ranks else 0.0))
 
 
 def test_a_layer_that_runs_again_hands_on_nothing():
