@@ -159,8 +159,8 @@ class Lease:
             if not self._may_replace(owner):
                 silent = time.time() - owner.get("time", 0)
                 raise RunDirError(
-                    f"{self._file.parent} is in use by job {owner.get('job') or '-'} (process {owner.get('pid')} on {owner.get('host')}), "
-                    f"last seen {silent:.0f} s ago; stop it, use another run_dir, or wait until it is {STALE_SECONDS} s silent"
+                    f"{self._file.parent} is in use by {_name(owner)}, last seen {silent:.0f} s ago; stop it, "
+                    f"use another run_dir, or wait until it is {STALE_SECONDS} s silent"
                 )
             self._remove(owner)
         self._create()
@@ -196,7 +196,7 @@ class Lease:
             aside.unlink()
             raise RunDirError(f"{self._file.parent} was taken by another job just now: {now}")
         aside.unlink()
-        log.warning("took over the lease of job %s (process %s on %s)", owner.get("job") or "-", owner.get("pid"), owner.get("host"))
+        log.warning("took over the lease of %s", _name(owner))
 
     def _create(self) -> None:
         aside = self._file.with_name(f".lease-{uuid.uuid4().hex}")
@@ -229,6 +229,11 @@ def owner(run_dir: RunDir) -> dict | None:
     """What the lease says of the job that owns the folder now (job, host, machine, pid, started); None where nobody does."""
     said = _read_lease(run_dir.lease)
     return said if said is not None and _holds(said) else None
+
+
+def _name(owner: dict) -> str:
+    process = f"process {owner.get('pid')} on {owner.get('host')}"
+    return process if owner.get("job") is None else f"job {owner['job']} ({process})"
 
 
 def _holds(said: dict) -> bool:

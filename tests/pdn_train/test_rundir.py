@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -45,13 +47,20 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def test_a_second_job_is_refused_and_told_who_holds_the_folder(run_dir):
-    owner = hold(run_dir)
+@pytest.mark.parametrize("job, named", [("42", "job 42 (process {} on {})"), ("", "process {} on {}")], ids=["SLURM", "no SLURM"])
+def test_a_second_job_is_refused_and_told_who_holds_the_folder(run_dir, monkeypatch, caplog, job, named):
+    """So is one that takes a dead owner's place."""
+    monkeypatch.setattr(rundir, "DYING_SECONDS", 0)
+    owner = hold(run_dir, job)
+    named = named.format(owner.pid, socket.gethostname())
     try:
-        with pytest.raises(RunDirError, match=f"in use by .*process {owner.pid} on "):
+        with pytest.raises(RunDirError, match=re.escape(f" is in use by {named}, last seen ")):
             Lease(run_dir, "77").acquire()
     finally:
         end(owner)
+    with Lease(run_dir, "77") as lease:
+        lease.acquire()
+    assert caplog.messages == [f"took over the lease of {named}"]
 
 
 def test_a_killed_owner_on_this_host_is_replaced_at_once(run_dir):
