@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.gates_triton import sigmoid
 from kernels.launch import aligned, cdiv, launch
+from kernels.sums import add_rows
 from kernels.tables import Tables
 
 CHANNELS = 256  # a program's: one warp of 16 bytes a thread, in 16 bits
@@ -159,11 +160,13 @@ def _store_row(dx, dinitial, dfinal, value, row, rows, left, stride, D, at_start
 
 @triton.jit
 def conv_rows_backward(
-    x, weight, initial, blocks, dq, dk, dv, dfinal, dx, dweight, dinitial, pid, stride, dx_stride,
+    x, weight, initial, blocks, dq, dk, dv, dfinal, dx, sums, dweight, dinitial, counters, group, counter_stride,
+    pid, programs, stride, dx_stride,
     W: tl.constexpr, PARTS: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """One program's rows of dx [N, PARTS * W] and of dinitial [S, 3, PARTS * W], and its row of dweight [P, 4, PARTS * W] fp32.
+    """One program's rows of dx [N, PARTS * W] and of dinitial [S, 3, PARTS * W], and its row of sums [P, 4, PARTS * W] fp32, SUM of which
+    the last one adds at a time to dweight [PARTS * W, 4]. counters: of each block of channels.
 
     It walks three rows on, into the next block, for the dz that its last rows need.
     """
@@ -211,11 +214,13 @@ def conv_rows_backward(
         dw3 += o0 * x3 + o1 * x2 + o2 * x1 + o3 * y0
         x1, x2, x3 = y3, y2, y1
         z1, z2, z3 = s3, s2, s1
-    dweight += at.to(tl.int64) * (4 * D) + d
-    tl.store(dweight, dw3, mask=inside)
-    tl.store(dweight + D, dw2, mask=inside)
-    tl.store(dweight + 2 * D, dw1, mask=inside)
-    tl.store(dweight + 3 * D, dw0, mask=inside)
+    to = sums + at.to(tl.int64) * (4 * D) + d
+    tl.store(to, dw3, mask=inside)
+    tl.store(to + D, dw2, mask=inside)
+    tl.store(to + 2 * D, dw1, mask=inside)
+    tl.store(to + 3 * D, dw0, mask=inside)
+    columns: tl.constexpr = PARTS * ((W + BC - 1) // BC)
+    add_rows(sums, dweight, counters + pid % columns * counter_stride, at, programs // columns, group, d, inside, D, 4, SUM)
 
 
 @triton.jit

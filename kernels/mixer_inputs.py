@@ -34,7 +34,7 @@ def mixer_inputs(
 ) -> MixerInputs:
     """Gradients to x, conv_weight, the parameters and initial_state; the same bits on every run. Raises ValueError naming the argument.
 
-    With backend "triton" one launch, and two backward.
+    With backend "triton" one launch, and one backward.
     """
     mixed = _check(x, conv_weight, columns, parameters, backend)
     if backend == "torch":

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation, plain, gated, and of a residual stream. Statistics in fp32 (fp64 for fp64 inputs), output in x's dtype.
 
-Each has the backends of `kernels.passes`; in Triton (`kernels.norm_triton`) one launch, and two backward. Gradients to all tensors; the
-same bits on every run.
+Each has the backends of `kernels.passes`; in Triton (`kernels.norm_triton`) one launch, and one backward, or two for rows of more
+than 256 channels. Gradients to all tensors; the same bits on every run.
 """
 
 from __future__ import annotations

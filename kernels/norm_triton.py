@@ -5,7 +5,8 @@
     dz = dy x r w sigmoid(z) (1 - sigmoid(z))
 
 Rows [N, G, D]: a program has whole rows of one g, G = 1 but where a bias [G, D] is shared by the rows of each g (a head). Statistics are
-computed again in the backward pass, whose programs walk over many rows and add up dw and dbias on the way (`kernels.sums`).
+computed again in the backward pass, whose programs walk over many rows and add up dw and dbias on the way (`kernels.sums`): of rows as
+short as a head's in the same launch, of a stream's in one more.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import aligned, cdiv, launch, power_of_2
-from kernels.sums import Sum, column_sums, partial_sums
+from kernels.sums import Counters, Sum, add_rows, clear, column_sums, group_of, partial_sums, rows_at_once
 
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # elements at a time
 PROGRAMS = 1056  # of a backward pass, about: 8 a multiprocessor; each has its own partial sums
+SHORT = 256  # channels up to which a backward pass's own programs add up the partial sums
 
 
 @triton.jit
@@ -41,12 +43,14 @@ def _gate(gate, bias, at, g, d, there, D: tl.constexpr, BIAS: tl.constexpr):
     return 1.0 / (1.0 + tl.exp(-z))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count", "rows"])
 def _norm(
-    x, stream, gate, bias, weight, total, y, rows, eps,
+    x, stream, gate, bias, weight, total, y, counters, count, rows, eps,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """y, and with ADD total = stream + x, for BR rows of one g."""
+    if counters is not None:
+        clear(counters, count)
     g, d = tl.program_id(0) % G, tl.arange(0, BD)
     i = tl.program_id(0) // G * BR + tl.arange(0, BR)
     there = (i < rows)[:, None] & (d < D)[None, :]
@@ -62,12 +66,14 @@ def _norm(
     tl.store(y + at, out.to(y.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "part"])
+@triton.jit(do_not_specialize=["group", "stride", "rows", "part"])
 def _norm_backward(
-    x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, rows, part, eps,
+    x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, dweight, dbias, counters, group, stride, rows, part, eps,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """dx and dgate for `part` rows of one g, and the sums over them: weight_sums [P, D], bias_sums [P, D]."""
+    """dx and dgate for `part` rows of one g, and the sums over them: weight_sums [P, D], bias_sums [P, D]. With counters, SUM rows of these
+    at a time, dweight and dbias too."""
     g, block, d = tl.program_id(0) % G, tl.program_id(0) // G, tl.arange(0, BD)
     w = _load(weight, d, d < D)[None, :]
     dw, db = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
@@ -95,6 +101,11 @@ def _norm_backward(
     tl.store(weight_sums + to, dw, mask=d < D)
     if BIAS:
         tl.store(bias_sums + to, db, mask=d < D)
+    if counters is not None:
+        programs = tl.num_programs(0)
+        add_rows(weight_sums, dweight, counters, tl.program_id(0), programs, group, d, d < D, D, 1, SUM)
+        if BIAS:
+            add_rows(bias_sums, dbias, counters + (1 + g) * stride, block, programs // G, group, g * D + d, d < D, G * D, 1, SUM)
 
 
 def _tile(D: int, elements: int) -> tuple[int, int, int]:
@@ -103,32 +114,54 @@ def _tile(D: int, elements: int) -> tuple[int, int, int]:
     return size, max(1, min(64, elements // size)), 4 if size <= FORWARD_TILE else 8
 
 
-def _launch_forward(x, stream, gate, bias, weight, total, y, eps) -> None:  # x [N, G, D], the others as in the kernel
+def _parts(x: Tensor) -> tuple[int, int]:
+    """Rows of one g for each program of the backward pass, and into how many parts they divide."""
+    N, G, D = x.shape
+    _, BR, _ = _tile(D, BACKWARD_TILE)
+    part = cdiv(N, max(1, PROGRAMS // G) * BR) * BR
+    return part, cdiv(N, part)
+
+
+def _counters(x: Tensor) -> Counters | None:
+    """dweight's, then dbias's for each g; None where a launch adds up."""
+    _, G, D = x.shape
+    programs = G * _parts(x)[1]
+    return Counters(programs, group_of(programs), 1 + G) if D <= SHORT else None
+
+
+def _launch_forward(x, stream, gate, bias, weight, total, y, eps) -> Tensor | None:  # x [N, G, D], the others as in the kernel
+    """The counters that the backward pass needs."""
     N, G, D = x.shape
     BD, BR, warps = _tile(D, FORWARD_TILE)
+    counters = _counters(x)
+    zeros, count = (None, 0) if counters is None else (counters.empty(x), counters.count)
     key = tuple(None if one is None else one.dtype for one in (x, stream, gate, bias, weight))
     launch(
-        _norm, G * cdiv(N, BR), key, x, stream, gate, bias, weight, total, y, N, eps,
+        _norm, G * cdiv(N, BR), key, x, stream, gate, bias, weight, total, y, zeros, count, N, eps,
         G=G, D=D, BD=BD, BR=BR, ADD=stream is not None, GATE=gate is not None, BIAS=bias is not None, num_warps=warps,
     )  # fmt: skip
+    return zeros
 
 
-def _launch_backward(x, gate, bias, weight, dy, dstream, eps) -> tuple[Tensor | None, ...]:
+def _launch_backward(x, gate, bias, weight, zeros, dy, dstream, eps) -> tuple[Tensor | None, ...]:
     """dx, dgate, dbias, dweight."""
     N, G, D = x.shape
     BD, BR, warps = _tile(D, BACKWARD_TILE)
-    part = cdiv(N, max(1, PROGRAMS // G) * BR) * BR
-    blocks = cdiv(N, part)
+    (part, blocks), counters = _parts(x), _counters(x)
+    group, stride = (None, 0) if counters is None else (counters.group, counters.stride)
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
-    weight_sums = partial_sums(blocks * G, D, x)
-    bias_sums = None if bias is None else partial_sums(blocks, G * D, x)
+    dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+    weight_sums = partial_sums(blocks * G, D, x, group)
+    bias_sums = None if bias is None else partial_sums(blocks, G * D, x, group)
     key = tuple(None if one is None else one.dtype for one in (x, gate, bias, weight, dy, dstream))
     launch(
-        _norm_backward, G * blocks, key, x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, N, part, eps,
-        G=G, D=D, BD=BD, BR=BR, ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None, num_warps=warps,
+        _norm_backward, G * blocks, key,
+        x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, dweight, dbias, zeros, group, stride, N, part, eps,
+        G=G, D=D, BD=BD, BR=BR, ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None, SUM=rows_at_once(BD),
+        num_warps=warps,
     )  # fmt: skip
-    dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
-    column_sums(Sum(weight_sums, dweight), None if bias is None else Sum(bias_sums, dbias))
+    if counters is None:
+        column_sums(Sum(weight_sums, dweight), None if bias is None else Sum(bias_sums, dbias))
     return dx, dgate, dbias, dweight
 
 
@@ -138,8 +171,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, bias, weight, eps):
         y = torch.empty_like(x)
-        _launch_forward(x, None, gate, bias, weight, None, y, eps)
-        ctx.save_for_backward(x, gate, bias, weight)
+        zeros = _launch_forward(x, None, gate, bias, weight, None, y, eps)
+        ctx.save_for_backward(x, gate, bias, weight, zeros)
         ctx.eps = eps
         return y
 
@@ -157,18 +190,18 @@ class _ResidualNorm(torch.autograd.Function):
     def forward(ctx, stream, x, weight, eps):
         total, y = stream if x is None else torch.empty_like(stream), torch.empty_like(stream)
         if x is None:
-            _launch_forward(stream, None, None, None, weight, None, y, eps)
+            zeros = _launch_forward(stream, None, None, None, weight, None, y, eps)
         else:
-            _launch_forward(x, stream, None, None, weight, total, y, eps)
-        ctx.save_for_backward(total, weight)
+            zeros = _launch_forward(x, stream, None, None, weight, total, y, eps)
+        ctx.save_for_backward(total, weight, zeros)
         ctx.eps, ctx.added = eps, x is not None
         return total, y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dtotal, dy):
-        total, weight = ctx.saved_tensors
-        dx, _, _, dweight = _launch_backward(total, None, None, weight, aligned(dy), aligned(dtotal), ctx.eps)
+        total, weight, zeros = ctx.saved_tensors
+        dx, _, _, dweight = _launch_backward(total, None, None, weight, zeros, aligned(dy), aligned(dtotal), ctx.eps)
         return dx, dx if ctx.added else None, dweight, None
 
 

@@ -14,7 +14,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from kernels import conv_triton, mixer_inputs_triton, norm_triton, tables  # noqa: E402
+from kernels import conv_triton, mixer_inputs_triton, norm_triton, sums, tables  # noqa: E402
 from kernels.conv import short_conv, short_conv_step  # noqa: E402
 from kernels.gates import GateColumns, GateParameters, channel_decay, log_decay  # noqa: E402
 from kernels.mixer_inputs import mixer_inputs, mixer_inputs_step  # noqa: E402
@@ -65,7 +65,18 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(mixer_inputs_triton, "BACKWARD_ROWS", 8)
     monkeypatch.setattr(mixer_inputs_triton, "CHANNELS", 16)
     monkeypatch.setattr(mixer_inputs_triton, "TOKENS", 4)
-    monkeypatch.setattr(norm_triton, "PROGRAMS", 6)
+    monkeypatch.setattr(norm_triton, "PROGRAMS", 21)
+    monkeypatch.setattr(norm_triton, "SHORT", 64)
+    monkeypatch.setattr(norm_triton, "BACKWARD_TILE", 256)
+    monkeypatch.setattr(sums, "ELEMENTS", 32)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_tensors():
+    """In what `torch.empty` gives, the largest number in tensors of integers: whoever reads what nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("T", [1, 3, 13])
@@ -199,12 +210,45 @@ def test_channel_decay(shift):
 
 
 def test_column_sums():
-    """More partial sums than a program takes at once, and than columns; transposed; two in a launch."""
+    """More partial sums than a program takes at once, and than columns; two in a launch."""
     a, b = normal(300, 24).to(DEVICE), normal(1, 5).to(DEVICE)
-    a_out, b_out = torch.empty(6, 4, device=DEVICE), torch.empty(5, dtype=torch.float16, device=DEVICE)
-    column_sums(Sum(a, a_out, taps=4), Sum(b, b_out))
-    torch.testing.assert_close(a_out, a.double().sum(0).view(4, 6).T.float(), rtol=0, atol=1e-4)
+    a_out, b_out = torch.empty(24, device=DEVICE), torch.empty(5, dtype=torch.float16, device=DEVICE)
+    column_sums(Sum(a, a_out), Sum(b, b_out))
+    torch.testing.assert_close(a_out, a.double().sum(0).float(), rtol=0, atol=1e-4)
     assert torch.equal(b_out, b[0].half())
+
+
+def passes_with_sums():
+    """f(backend, *inputs) and inputs of every pass whose programs add up, with more groups than one and more rows than at once."""
+    columns, names = COLUMNS["pgdn"]
+
+    def told(backend, x, weight, *parameters):
+        m = mixer_inputs(x, weight, columns, GateParameters(*parameters), backend=backend)
+        return m.q, m.k, m.v, *m.gates[:5]
+
+    heads = normal(1, 15, 2, 24), normal(1, 15, 2, 24, seed=1), normal(24), normal(2, 24)
+    return {
+        "mixer_inputs": (told, (normal(5, 1, columns_of(columns)), normal(W, 4), *(normal(H, seed=i) for i in range(5)))),
+        "rms_norm": (lambda b, x, w: rms_norm(x, w, 1e-2, b), heads[::2]),
+        "gated_rms_norm": (lambda b, x, g, w, bias: gated_rms_norm(x, g, w, 1e-2, bias, b), heads),
+    }
+
+
+@pytest.mark.parametrize("which", passes_with_sums())
+def test_backward_again_through_the_same_graph(which):
+    """The counters are zero again after each backward pass, and those of a second forward pass are its own."""
+    f, inputs = passes_with_sums()[which]
+    assert_equal_to_torch(f, *inputs)
+    leaves = [x.to(DEVICE).requires_grad_() for x in inputs]
+
+    def graph():
+        outputs = f("triton", *leaves)
+        return [y.square().sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+    first, second = graph(), graph()
+    found = [torch.autograd.grad(losses, leaves, retain_graph=True) for losses in (first, second, first)]
+    for again in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], again, strict=True))
 
 
 @pytest.mark.parametrize("D", [16, 24, 200])
@@ -212,14 +256,15 @@ def test_rms_norm(D):
     assert_equal_to_torch(lambda b, x, w: rms_norm(x, w, 1e-2, b), normal(3, 17, D), normal(D), place=poisoned)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_gated_rms_norm(biased):
-    inputs = [normal(3, 17, 3, 24), normal(3, 17, 3, 24, seed=1), normal(24), *([normal(3, 24)] if biased else [])]
+@pytest.mark.parametrize("biased, D", [(False, 24), (True, 24), (True, 72)])
+def test_gated_rms_norm(biased, D):
+    inputs = [normal(3, 17, 3, D), normal(3, 17, 3, D, seed=1), normal(D), *([normal(3, D)] if biased else [])]
     assert_equal_to_torch(lambda b, x, g, w, bias=None: gated_rms_norm(x, g, w, 1e-2, bias, b), *inputs, place=poisoned)
 
 
-def test_residual_rms_norm():
-    stream, x, w = normal(3, 17, 40), normal(3, 17, 40, seed=1), normal(40)
+@pytest.mark.parametrize("D", [40, 72])
+def test_residual_rms_norm(D):
+    stream, x, w = normal(3, 17, D), normal(3, 17, D, seed=1), normal(D)
     assert_equal_to_torch(lambda b, s, x, w: residual_rms_norm(s, x, w, 1e-2, b), stream, x, w, place=poisoned)
     assert_equal_to_torch(lambda b, s, w: residual_rms_norm(s, None, w, 1e-2, b), stream, w, place=poisoned)
 
