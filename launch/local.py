@@ -1,7 +1,7 @@
 """A job on this machine: submitit's local executor, followed to its end, started again by the same rules as under SLURM.
 
 SIGTERM, Ctrl-C and the end of the terminal reach the ranks, which write one checkpoint; the launcher then returns 75 and does not start
-again.
+again. Nor does it where a signal reached submitit's controller or a rank alone, but for SIGUSR2, the warning before the time limit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor], 
         follow(job, attempt, stop)
         spoken = bool(read_words(attempt))
         code = exit_code(job) if spoken or stop.name is None else 128 + signal.SIGTERM
-        again, ending = settle(submission, launch, attempt, job.job_id, restart, code, stop.name)
+        again, ending = settle(submission, launch, attempt, job.job_id, restart, code, stop.name or told(attempt))
         if ending.how == "crashed" and not spoken and job.paths.stderr.exists():
             print("\n".join(job.paths.stderr.read_text(errors="replace").splitlines()[-SHOWN_LINES:]), file=sys.stderr)
         if not again or stop.name is not None:
@@ -80,6 +80,11 @@ def follow(job: submitit.LocalJob, attempt: Path, stop: StopRequest) -> None:
         if deadline is not None and time.monotonic() > deadline:
             end_ranks(attempt)  # a stopped process, for instance
         time.sleep(POLL_SECONDS)
+
+
+def told(attempt: Path) -> str | None:
+    """The signal by which somebody has stopped the ranks, past this process; None for the time limit's."""
+    return next((word.told for word in read_words(attempt) if word.told not in (None, "SIGUSR2")), None)
 
 
 def end_ranks(attempt: Path) -> None:

@@ -6,7 +6,7 @@ All three run the same `launch.job.Job` from a snapshot of the code. Needs submi
 GPU.
 
 Exits with 0 once jobs are submitted (slurm) or done (local, debug), 75 for a run that was stopped and can go on, 1 for one that failed, 2
-for a configuration that cannot run. A signal that stops a local run ends the list: the runs after it are not started.
+for a configuration that cannot run. A signal to this process that stops a local run ends the list: the runs after it are not started.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class Word:
     error: str | None = None
     trace: str = ""
     final: bool = False
+    told: str | None = None  # the signal that told this rank to stop, of one that stopped
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, but for a full disk: there a shorter word goes into the blocks of the one before."""

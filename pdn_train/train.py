@@ -245,12 +245,13 @@ def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -
         if watchdog is None:
             watchdog = watch(config, world)
         code = run(config, world, stop, watchdog, *data)
+        told = stop.name  # before a rank can leave, since a launcher may then end the others by a signal
         world.barrier()  # a rank that leaves while another still talks to it takes that one down
     except BaseException as error:
         if watchdog is not None:
             watchdog.end("failed", error, final=isinstance(error, EXPECTED) and not isinstance(error, ELSEWHERE))
         raise
-    watchdog.end("done" if code == 0 else "stopped")
+    watchdog.end("done" if code == 0 else "stopped", told=told)
     world.stop()
     return code
 

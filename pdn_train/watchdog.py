@@ -65,11 +65,11 @@ class Watchdog:
         if step is not None:
             self._step = step
 
-    def end(self, state: State, error: BaseException | None = None, final: bool = False) -> None:
-        """The last word; the first one counts. final: see `Word`. After it the process has LEAVING_SECONDS to end."""
+    def end(self, state: State, error: BaseException | None = None, final: bool = False, told: str | None = None) -> None:
+        """The last word; the first one counts. final, told: see `Word`. After it the process has LEAVING_SECONDS to end."""
         if self._ended.is_set():
             return
-        word = replace(self._word(), state=state, final=final)
+        word = replace(self._word(), state=state, final=final, told=told)
         if error is not None:
             trace = "".join(traceback.format_exception(error))
             word = replace(word, error=f"{type(error).__name__}: {error}", trace=trace)

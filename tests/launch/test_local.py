@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch import local
+from pdn_train.heartbeat import Word, newest_attempt, read_words
 
 HOOKS = Path(__file__).parent.parent / "faults" / "hooks"
 
@@ -77,8 +78,33 @@ def test_sigterm_to_the_launcher_then_the_same_command(make_whole_run, uninterru
     assert [(e["how"], e["again"]) for e in run.endings()] == [("crashed", True), ("stopped", False)]
     assert run.endings()[0]["error"].startswith("the process is gone without a word") and "rank 1" in said
     assert run.checkpoints() == ["step_0000000004", "step_0000000008"] and not (run.path / "lease.json").exists()
+    words = read_words(newest_attempt(run.path / "heartbeats"))
+    assert {(word.state, word.told) for word in words} == {("stopped", "SIGTERM")}, "what the launcher reads where it was not told itself"
     finish(start(run), 0)
     assert run.story() == uninterrupted.story()
+
+
+@pytest.mark.parametrize(
+    "signals, stopped_by",
+    [((None, None), None), (("SIGUSR2", "SIGUSR2"), None), ((None, "SIGTERM"), "SIGTERM"), (("SIGINT", None), "SIGINT")],
+)
+def test_a_signal_past_the_launcher_is_a_wish_to_stop_unless_the_time_limit_sent_it(tmp_path, signals, stopped_by):
+    for rank, told in enumerate(signals):
+        Word(rank, state="stopped", told=told).write(tmp_path)
+    assert local.told(tmp_path) == stopped_by
+
+
+@pytest.mark.long
+def test_sigterm_to_the_controller_alone(make_whole_run):
+    """It hands the signal on to the ranks, and the launcher hears of it from them only."""
+    run = make_whole_run("terminated")
+    process = start(run, faults=({"rank": 1, "at": "reading samples", "step": 6, "act": "signal"},))
+    controller = int(process.stdout.readline().split()[1])
+    run.wait(run.met)
+    os.kill(controller, signal.SIGTERM)
+    said = finish(process, 75)
+    assert [(e["how"], e["step"], e["again"]) for e in run.endings()] == [("stopped", 6, False)]
+    assert "stopped at step 6; not started again: SIGTERM; the same command goes on from there" in said
 
 
 def test_one_rank_in_this_process(make_whole_run):
