@@ -121,6 +121,62 @@ def test_repeats_are_bit_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
 
 
+def inputs_of_a_layer(B, T, dtype):
+    """Of `sums_of_a_layer`, for 8 heads of 128 channels."""
+    rows = [normal(B, T, 3 * 1024 + 32), *(normal(B, T, 8, 128) / 8 for _ in range(3))]
+    parameters = [normal(3072, 4) / 2, *(normal(8) - 3 for _ in range(5)), normal(128), normal(128), normal(8, 128)]
+    return [x.to(dtype) for x in (*rows, *parameters)]
+
+
+def sums_of_a_layer(backend, x, plain, gated, gate, weight, *parameters):
+    """Every pass whose last programs add up what all found for the parameters."""
+    *gates, norm, gated_norm, bias = parameters
+    m = mixer_inputs(x, weight, columns(8, 128, False)[0], GateParameters(*gates), backend=backend)
+    return m.q, m.k, m.v, *m.gates[:5], rms_norm(plain, norm, 1e-6, backend), gated_rms_norm(gated, gate, gated_norm, 1e-6, bias, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_last_programs_see_all_sums(dtype):
+    """At a training shape, with programs on all multiprocessors: 50 backward passes of one graph, and plain PyTorch in fp32."""
+    inputs = inputs_of_a_layer(16, 2048, dtype)
+    leaves, judges = ([x.detach().to(kind).requires_grad_() for x in inputs] for kind in (dtype, torch.float32))
+    outputs = sums_of_a_layer("triton", *leaves)
+    grads = [(torch.randn_like(y, dtype=torch.float32) / 64).to(dtype).to(y.dtype) for y in outputs]
+    first = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+    for _ in range(50):
+        again = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    del outputs, again
+    plain = sums_of_a_layer("torch", *judges)
+    expected = torch.autograd.grad(plain, judges, [grad.float() for grad in grads])
+    found = [((x.float() - y).norm() / y.norm()).item() for x, y in zip(first, expected, strict=True)]
+    assert all(error <= LIMITS[dtype] for error in found), found
+
+
+def test_sums_in_a_graph():
+    """Forward and backward captured together, replayed three times: each replay begins with zero counters and ends with the same bits."""
+    stream = torch.cuda.Stream()
+    leaves = [x.requires_grad_() for x in inputs_of_a_layer(2, 1000, torch.bfloat16)]
+
+    def step():
+        outputs = sums_of_a_layer("triton", *leaves)
+        return torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        plain = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for _ in range(3):
+        for x in captured:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(plain, captured, strict=True))
+
+
 def test_no_wait_for_the_device_and_none_in_a_graph():
     host = torch.tensor(PACKED)
     cu_seqlens = checks.remember(host.cuda(), host)
