@@ -96,7 +96,24 @@ def _faults(ptx: str, ttgir: str) -> dict:
             unfenced += not next(copied) and written
         else:
             narrow += int(re.search(r"n(\d+)k", mark).group(1)) < 64
-    return {"unfenced": unfenced, "narrow": narrow}
+    return {"unfenced": unfenced, "narrow": narrow, "unordered": _unordered(ptx)}
+
+
+def _unordered(ptx: str) -> int:
+    """Atomics by which one thread counts for its program (`kernels.sums`), without a barrier between the other threads' stores before and
+    the atomic, or between the atomic and their loads after: no run tells, but for a rare one on a GPU."""
+    stored, counted, unordered = False, False, 0
+    for mark in re.findall(r"st\.global|ld\.global|bar\.sync|atom\.global\.gpu\.acq_rel", ptx):
+        if mark == "bar.sync":
+            stored, counted = False, False
+        elif mark == "st.global":
+            stored = True
+        elif mark == "ld.global":
+            unordered += counted
+        else:
+            unordered += stored
+            counted = True
+    return unordered
 
 
 def _copied(ttgir: str) -> list[bool]:

@@ -22,3 +22,5 @@ def test_no_spills_in_16_bits():
     rows = json.loads(done.stdout.splitlines()[-1])
     assert {row["kernel"] for row in rows} == KERNELS
     assert not [row for row in rows if row["spilled"]]
+    wrong = [row for row in rows if row["unordered"]]
+    assert not wrong, wrong
