@@ -82,26 +82,12 @@ def run(
     batch, length, _, key = q.shape
     value = v.shape[-1]
     table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)
-    gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center.float())
-    s_0, a_0 = (None, None) if state is None else state
-    channel = decay is not None and decay.dim() == q.dim()
-    if q.element_size() == 2:
-        q, k = (_padded(x, max(key, NARROWEST)) for x in (q, k))
-    q, k, v = (_rows(x) for x in (q, k, v))
-    if channel:
-        decay = _rows(_padded(decay, k.shape[-1]))
-    elif decay is not None:
-        decay = aligned(decay.flatten(0, 1))
-    beta, forget, gain = (None if x is None else aligned(x.flatten(0, 1)) for x in (beta, *gates[:2]))
-    if s_0 is not None:
-        s_0 = aligned(_padded(_padded(s_0, v.shape[-1]).mT, k.shape[-1]).mT)
-    if a_0 is not None:
-        a_0 = aligned(_padded(a_0, k.shape[-1]))
-    center = aligned(gates[2])
+    gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center)
     call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond), relay)
-    o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, forget, gain, center, s_0, a_0)
-    s = s[..., :key, :value]
-    return o[..., :value].unflatten(0, (batch, length)), State(s, None if a is None else a[..., :key])
+    o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, *gates, *(state or (None, None)))
+    if s.shape[-2:] != (key, value):
+        s = s[..., :key, :value]
+    return _unflat(o, v.shape), State(s, None if a is None else _cut(a, key))
 
 
 class Call:
@@ -113,6 +99,16 @@ class Call:
 
     def inputs(self, q, k, v, beta, decay, forget, gain, center) -> Inputs:
         return Inputs(q, k, v, beta, decay, forget, gain, center, self.log_bound, self.eps, self.scale, self.normalize)
+
+    def flat(self, q, k, v, beta, decay, forget, gain, center) -> Inputs:
+        """The same of a call's own tensors, with a batch and a time axis and any strides."""
+        channel = decay is not None and decay.dim() == q.dim()
+        if q.element_size() == 2:
+            q, k = (_padded(x, max(x.shape[-1], NARROWEST)) for x in (q, k))
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        decay = _rows(_padded(decay, k.shape[-1])) if channel else _tokens(decay)
+        center = None if center is None else aligned(center.float())
+        return self.inputs(q, k, v, _tokens(beta), decay, _tokens(forget), _tokens(gain), center)
 
 
 def _squash(precond: Preconditioner | None) -> tuple[float, float]:
@@ -135,8 +131,23 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
+def _tokens(x: Tensor | None) -> Tensor | None:
+    """[B, T, H] -> [N, H]."""
+    return None if x is None else aligned(x.flatten(0, 1))
+
+
 def _padded(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """Without what `_padded` added."""
+    return x if x.shape[-1] == size else x[..., :size]
+
+
+def _unflat(x: Tensor, shape: torch.Size) -> Tensor:
+    """[N, H, D or more] -> [B, T, H, D]; [N, H] -> [B, T, H]."""
+    return x.view(shape) if x.shape[-1] == shape[-1] else x[..., : shape[-1]].unflatten(0, shape[:2])
 
 
 def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a_0: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -159,15 +170,21 @@ def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a
 
 
 class _DeltaRule(torch.autograd.Function):
-    """The stages and their gradients."""
+    """The stages and their gradients. Tokens are flattened and channels padded in here: each view outside would be a node of the graph, and
+    cost the host as much as a launch. (But for o: a view that a function returns cannot be changed in place.)"""
 
     @staticmethod
     def forward(ctx, call, q, k, v, beta, decay, forget, gain, center, s_0, a_0):
-        x, table = call.inputs(q, k, v, beta, decay, forget, gain, center), call.table
+        x, table = call.flat(q, k, v, beta, decay, forget, gain, center), call.table
+        ctx.call, ctx.shapes, ctx.initial = call, (q.shape, v.shape), (s_0 is not None, a_0 is not None)
+        if s_0 is not None:
+            s_0 = aligned(_padded(_padded(s_0, x.v.shape[-1]).mT, x.k.shape[-1]).mT)
+        if a_0 is not None:
+            a_0 = aligned(_padded(a_0, x.k.shape[-1]))
         o, s, a, starts, maps, a_start, passed_a, passed_s, *solved = once(lambda: _stages(x, table, call.relay, s_0, a_0))
-        ctx.call, ctx.initial = call, (s_0 is not None, a_0 is not None)
         kept = o if x.decay_kind == "channel" else None  # `kernels.pairs`
-        ctx.save_for_backward(q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, passed_a, passed_s, kept, *solved)
+        inputs = x.q, x.k, x.v, x.beta, x.decay, x.forget, x.gain, x.center
+        ctx.save_for_backward(*inputs, starts, maps, a_start, passed_a, passed_s, kept, *solved)
         ctx.set_materialize_grads(False)
         return o, s, a
 
@@ -195,6 +212,19 @@ class _DeltaRule(torch.autograd.Function):
         if x.forget is not None:
             hand_back = None if relay is None else partial(maps_triton.statistic_gradient, relay, passed_a, da)
             dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da, hand_back)
-        has_s, has_a = ctx.initial
-        initial = (ds_0 if has_s else None, da_0 if has_a else None)
-        return None, grad.q, grad.k, pair.v, pair.beta, grad.decay, dforget, dgain, dcenter, *initial
+        return None, *_as_given(ctx, grad, pair, dforget, dgain), dcenter, *_initial(ctx, ds_0, da_0)
+
+
+def _as_given(ctx, grad, pair, dforget: Tensor | None, dgain: Tensor | None) -> list[Tensor | None]:
+    """The gradients of q, k, v, beta, decay, forget and gain in their shapes."""
+    (batch, length, heads, key), value = ctx.shapes
+    gate = (batch, length, heads)
+    decay = gate if grad.decay is None or grad.decay.dim() == 2 else (*gate, key)
+    made = ((grad.q, ctx.shapes[0]), (grad.k, ctx.shapes[0]), (pair.v, value), (pair.beta, gate), (grad.decay, decay))
+    return [None if x is None else _unflat(x, shape) for x, shape in (*made, (dforget, gate), (dgain, gate))]
+
+
+def _initial(ctx, ds_0: Tensor | None, da_0: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the initial states that were given."""
+    (has_s, has_a), key, value = ctx.initial, ctx.shapes[0][-1], ctx.shapes[1][-1]
+    return ds_0[..., :key, :value] if has_s else None, _cut(da_0, key) if has_a else None

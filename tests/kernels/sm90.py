@@ -147,8 +147,8 @@ def variants(what: str) -> list[dict]:
     flags = [("channel" in what or "odd" in what, False)] if "plain" in what else [(True, True)]
     with Compilations() as compilations:
         for decay, precondition in flags:
-            q, k, v = (torch.zeros(T, H, D, dtype=dtype, requires_grad=True) for D in (K, K, V))
-            gate, decays = torch.zeros(T, H), torch.zeros(T, H, K) if "channel" in what else torch.zeros(T, H)
+            q, k, v = (torch.zeros(1, T, H, D, dtype=dtype, requires_grad=True) for D in (K, K, V))
+            gate, decays = torch.zeros(1, T, H), torch.zeros(1, T, H, K) if "channel" in what else torch.zeros(1, T, H)
             call = Call(layout(1, T, None, chunk_rows(k), H, device), 1.0, True, 0.4, 1e-6, None)
             gates = (gate, gate, torch.zeros(H)) if precondition else (None,) * 3
             o, s, _ = _DeltaRule.apply(call, q, k, v, gate, decays if decay else None, *gates, None, None)
