@@ -9,12 +9,11 @@ speed of sha256 or of the disk, 0.5 to 1 GB a second.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdn_train.shards import MANIFEST, Manifest, ShardError, Totals, faults, read_manifest, unigram_entropy
+from pdn_train.shards import MANIFEST, ShardError, Totals, faults, read_manifest, tokenizer_fault, unigram_entropy
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +49,9 @@ def check(folder: Path) -> Iterator[str]:
     except ShardError as error:
         yield str(error)
         return
-    yield from _tokenizer(folder, manifest)
+    fault = tokenizer_fault(folder, manifest.tokenizer)
+    if fault is not None:
+        yield fault
     for shard in manifest.shards:
         yield from faults(folder, manifest, shard)
     for name in Totals.model_fields:
@@ -61,16 +62,6 @@ def check(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.bin")):
         if path.name not in listed:
             yield f"{path} is not in the manifest"
-
-
-def _tokenizer(folder: Path, manifest: Manifest) -> Iterator[str]:
-    path = folder / manifest.tokenizer.file
-    if not path.is_file():
-        yield f"{path} is missing: the tokenizer the shards were made with (sha256 {manifest.tokenizer.sha256})"
-        return
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != manifest.tokenizer.sha256:
-        yield f"{path} is not the tokenizer of these shards: expected sha256 {manifest.tokenizer.sha256}, found {found}"
 
 
 if __name__ == "__main__":

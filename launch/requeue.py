@@ -18,6 +18,7 @@ from typing import Literal
 
 from launch.snapshot import Submission
 from pdn_train.config import LaunchConfig
+from pdn_train.files import parse_line
 from pdn_train.heartbeat import Word, at_step, attempt_name, first_fault, obituary, read_first, read_words
 from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
@@ -113,11 +114,9 @@ def read_endings(run_dir: RunDir) -> list[Ending]:
         return []
     found = []
     for line in run_dir.endings.read_text(errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
+        entry = parse_line(line)
+        if entry is not None and Ending.__dataclass_fields__.keys() <= entry.keys():
             found.append(Ending(**{key: entry[key] for key in Ending.__dataclass_fields__}))
-        except (ValueError, TypeError, KeyError):  # cut short by a kill or a full disk
-            continue
     return found
 
 

@@ -10,7 +10,6 @@ and so a run that was stopped in between stands at a later step, the one of its 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from launch.requeue import read_endings
 from launch.snapshot import Submission, submissions
 from pdn_train.checkpoint import COMPLETE, folders, step_of
 from pdn_train.config import ConfigError, load
+from pdn_train.files import parse_line
 from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
 from pdn_train.rundir import RunDir, owner
 
@@ -159,11 +159,8 @@ def _last_line(file: Path) -> dict:
     """The newest whole entry of metrics.jsonl."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     for line in reversed(lines):
-        try:
-            entry = json.loads(line)
-        except ValueError:  # being written just now, or cut short by a full disk
-            continue
-        if isinstance(entry, dict) and {"step", "step_seconds"} <= entry.keys():
+        entry = parse_line(line)
+        if entry is not None and {"step", "step_seconds"} <= entry.keys():
             return entry
     return {}
 

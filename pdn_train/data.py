@@ -32,7 +32,7 @@ import torch
 
 from kernels.cross_entropy import IGNORED
 from kernels.maps import Piece
-from pdn_train.shards import MANIFEST, Manifest, ShardError, Shards
+from pdn_train.shards import MANIFEST, Manifest, ShardError, Shards, tokenizer_fault
 
 BLOCK = 1000  # positions within which a mixture is exact; also the finest share, 1/1000
 ROUNDS = 6  # of the Feistel network; 4 give a pseudorandom permutation (Luby and Rackoff, 1988)
@@ -168,7 +168,7 @@ class Samples:
         which are keys of the configuration and compared there."""
         return {
             "folders": [
-                {"manifest": _sha256(shards.path / MANIFEST), "tokens": shards.tokens, "weight": weight}
+                {"manifest": hashlib.sha256((shards.path / MANIFEST).read_bytes()).hexdigest(), "tokens": shards.tokens, "weight": weight}
                 for shards, weight in zip(self._folders, self._weights, strict=True)
             ],
         }
@@ -240,11 +240,9 @@ def check_same_tokenizer(a: Samples, b: Samples) -> None:
 
 def check_tokenizer_file(samples: Samples) -> None:
     """Raise ShardError where the tokenizer beside the shards is missing or is not the one their manifest names."""
-    wanted, path = samples.manifests[0].tokenizer.sha256, samples.tokenizer
-    if not path.is_file():
-        raise ShardError(f"{path} is missing: the tokenizer of these shards (sha256 {wanted}); copy it back or prepare the shards again")
-    if _sha256(path) != wanted:
-        raise ShardError(f"{path} is not the tokenizer of these shards: expected sha256 {wanted}, found {_sha256(path)}; copy it back")
+    fault = tokenizer_fault(samples.paths[0], samples.manifests[0].tokenizer)
+    if fault is not None:
+        raise ShardError(fault)
 
 
 def _check_weights(weights: dict[str, float]) -> None:
@@ -268,10 +266,6 @@ def _check_folder(shards: Shards, seq_len: int, vocab_size: int) -> None:
             f"{shards.path} was made with a tokenizer of {pieces} pieces, the model has model.vocab_size={vocab_size}; "
             f"set model.vocab_size to at least {pieces}"
         )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Loader:

@@ -23,20 +23,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
 import torch
 
-from pdn_train.checkpoint import CheckpointError
-from pdn_train.config import ConfigError
+from pdn_train.checkpoint import folders, step_of
 from pdn_train.files import write_whole
 from pdn_train.metrics import numbers
+from pdn_train.rundir import RunDir
 from pdn_train.shards import ShardError
 from pdn_train.tasks import TASKS, EvaluationError, Options, Subject, check, run_tasks
-from pdn_train.tokenizer import TokenizerError
-from pdn_train.weights import DTYPES, WeightsError, find, load_model
+from pdn_train.weights import DTYPES, UNREADABLE, find, load_model
 
 
 def evaluate(path: str | Path, tasks: list[str], options: Options) -> dict:
@@ -51,20 +49,14 @@ def evaluate(path: str | Path, tasks: list[str], options: Options) -> dict:
 def to_tensorboard(result: dict) -> None:
     """Write a result beside the event files of the run whose checkpoint was evaluated; nothing for an export, which has no steps."""
     folder = Path(result["weights"])
-    step = checkpoint_step(folder)
-    if step is None:
+    run_dir = RunDir(folder.parent.parent)
+    if folder not in folders(run_dir.checkpoints):
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(folder.parent.parent / "tb" / "evaluation")) as writer:
+    with SummaryWriter(str(run_dir.tensorboard / "evaluation")) as writer:
         for name, value in numbers(result):
-            writer.add_scalar(f"evaluation/{name}", value, step)
-
-
-def checkpoint_step(folder: Path) -> int | None:
-    """The step of a checkpoint folder in a run's checkpoints/; None for any other folder."""
-    found = re.fullmatch(r"step_(\d+)", folder.name)
-    return int(found.group(1)) if found and folder.parent.name == "checkpoints" else None
+            writer.add_scalar(f"evaluation/{name}", value, step_of(folder))
 
 
 def tell(result: str, file: Path) -> int:
@@ -98,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_args(argv)
     try:
         result = evaluate(a.model, a.tasks.split(","), _options(a))
-    except (EvaluationError, WeightsError, CheckpointError, ConfigError, ShardError, TokenizerError) as error:
+    except (EvaluationError, ShardError, *UNREADABLE) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     code = tell(json.dumps(result, indent=2), Path(a.output or Path(a.model) / "eval.json"))

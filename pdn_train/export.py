@@ -39,13 +39,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdn_train import hf_tokenizer, interchange
-from pdn_train.checkpoint import VERSION, CheckpointError
-from pdn_train.config import ConfigError
+from pdn_train.checkpoint import VERSION
 from pdn_train.files import sync, sync_contents
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
 from pdn_train.tokenizer import Tokenizer, TokenizerError
-from pdn_train.weights import INDEX, SINGLE, VERSION_KEY, Source, WeightsError, find
+from pdn_train.weights import INDEX, SINGLE, UNREADABLE, VERSION_KEY, Source, WeightsError, find
 
 
 def export(
@@ -167,19 +166,29 @@ def _data(source: Source) -> dict:
     return {key: source.data[key] for key in ("seq_len", "reset_at_documents") if key in source.data}
 
 
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-shard-size", type=float, metavar="MB", help="cut into files of at most this many megabytes (10^6 bytes)")
+
+
+def max_shard_bytes(arguments: argparse.Namespace) -> int | None:
+    """What `add_shard_size` has read. Raises WeightsError where nothing fits into it."""
+    if arguments.max_shard_size is None:
+        return None
+    if arguments.max_shard_size <= 0:
+        raise WeightsError(f"--max-shard-size {arguments.max_shard_size} is not above 0")
+    return int(arguments.max_shard_size * 1e6)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdn_train.export", description="Write a run's weights for use elsewhere.")
     parser.add_argument("run", help="a run folder, a checkpoint or an export")
     parser.add_argument("out", help="the folder to make")
     parser.add_argument("--format", choices=("safetensors", "fla"), default="safetensors")
-    parser.add_argument("--max-shard-size", type=float, metavar="MB", help="cut into files of at most this many megabytes (10^6 bytes)")
+    add_shard_size(parser)
     arguments = parser.parse_args(argv)
     try:
-        if arguments.max_shard_size is not None and arguments.max_shard_size <= 0:
-            raise WeightsError(f"--max-shard-size {arguments.max_shard_size} is not above 0")
-        limit = None if arguments.max_shard_size is None else int(arguments.max_shard_size * 1e6)
-        export(arguments.run, arguments.out, limit, arguments.format)
-    except (WeightsError, CheckpointError, ConfigError, TokenizerError) as error:
+        export(arguments.run, arguments.out, max_shard_bytes(arguments), arguments.format)
+    except UNREADABLE as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"wrote {arguments.out}")

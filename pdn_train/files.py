@@ -1,10 +1,20 @@
-"""Files that appear whole: written aside, flushed to disk, renamed."""
+"""Files that appear whole: written aside, flushed to disk, renamed. And lines of those that grow, of which the last may not be whole."""
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from pathlib import Path
+
+
+def parse_line(line: str) -> dict | None:
+    """The object in one line of a .jsonl file; None where a kill or a full disk cut it short, or it is still being written."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

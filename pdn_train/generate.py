@@ -20,11 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pdn_train.checkpoint import CheckpointError
-from pdn_train.config import ConfigError
 from pdn_train.model import LanguageModel
-from pdn_train.tokenizer import TokenizerError
-from pdn_train.weights import DTYPES, WeightsError, load_model
+from pdn_train.weights import DTYPES, UNREADABLE, load_model
 
 
 class GenerationError(ValueError):
@@ -145,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     try:
         run(parser.parse_args(argv))
-    except (GenerationError, WeightsError, CheckpointError, ConfigError, TokenizerError) as error:
+    except (GenerationError, *UNREADABLE) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

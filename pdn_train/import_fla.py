@@ -15,10 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from pdn_train.checkpoint import CheckpointError
-from pdn_train.export import export
-from pdn_train.tokenizer import TokenizerError
-from pdn_train.weights import WeightsError, find
+from pdn_train.export import add_shard_size, export, max_shard_bytes
+from pdn_train.weights import UNREADABLE, WeightsError, find
 
 
 def import_fla(folder: str | Path, out: str | Path, max_shard_bytes: int | None = None) -> None:
@@ -32,13 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdn_train.import_fla", description="Read a model of flash-linear-attention.")
     parser.add_argument("folder", help="a folder with config.json and safetensors")
     parser.add_argument("out", help="the export to make")
-    parser.add_argument("--max-shard-size", type=float, metavar="MB", help="cut into files of at most this many megabytes (10^6 bytes)")
+    add_shard_size(parser)
     a = parser.parse_args(argv)
     try:
-        if a.max_shard_size is not None and a.max_shard_size <= 0:
-            raise WeightsError(f"--max-shard-size {a.max_shard_size} is not above 0")
-        import_fla(a.folder, a.out, None if a.max_shard_size is None else int(a.max_shard_size * 1e6))
-    except (WeightsError, CheckpointError, TokenizerError) as error:
+        import_fla(a.folder, a.out, max_shard_bytes(a))
+    except UNREADABLE as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"wrote {a.out}")

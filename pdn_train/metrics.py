@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from pdn_train.checkpoint import Progress
-from pdn_train.files import write_whole
+from pdn_train.files import parse_line, write_whole
 from pdn_train.health import RANGES, Layer
 from pdn_train.outcome import Outcome
 from pdn_train.profiling import Moment
@@ -208,7 +208,7 @@ def cut_back(run_dir: RunDir, step: int) -> None:
     """One process: remove from metrics.jsonl, validation.jsonl and the event files all that is later than `step`."""
     for file in (run_dir.metrics, run_dir.validation):
         if file.exists():
-            kept = [line for line in file.read_text().splitlines() if (entry := _parse(line)) is not None and entry["step"] <= step]
+            kept = [line for line in file.read_text().splitlines() if (entry := parse_line(line)) is not None and entry["step"] <= step]
             write_whole(file, "".join(line + "\n" for line in kept).encode())
     for file in run_dir.tensorboard.glob("events.out.tfevents.*"):
         _cut_events(file, step)
@@ -224,14 +224,6 @@ def memory_gib(device: torch.device) -> float:
 def _append(file: Path, entry: dict) -> None:
     with file.open("a") as handle:
         handle.write(json.dumps(entry) + "\n")
-
-
-def _parse(line: str) -> dict | None:
-    """A line that a kill cut short is not JSON; what it said is lost with it."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _cut_events(file: Path, step: int) -> None:

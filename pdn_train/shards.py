@@ -350,6 +350,17 @@ def check_size(folder: Path, shard: Shard, dtype: str) -> None:
         )
 
 
+def tokenizer_fault(folder: str | Path, tokenizer: TokenizerInfo) -> str | None:
+    """What is wrong with the tokenizer beside the shards, in a sentence; None where it is the one that they were made with."""
+    path = Path(folder) / tokenizer.file
+    if not path.is_file():
+        return f"{path} is missing: the tokenizer of these shards (sha256 {tokenizer.sha256}); copy it back or prepare the shards again"
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != tokenizer.sha256:
+        return f"{path} is not the tokenizer of these shards: expected sha256 {tokenizer.sha256}, found {found}; copy it back"
+    return None
+
+
 def faults(folder: str | Path, manifest: Manifest, shard: Shard) -> Iterator[str]:
     """Everything wrong with one shard, each as a sentence that names the file: size, checksum, ids, ends. Reads the whole file once."""
     path, eos = Path(folder) / shard.file, manifest.tokenizer.eos_id

@@ -45,7 +45,8 @@ from pdn_train import config
 from pdn_train.compare import compare, table
 from pdn_train.config import Config, ConfigError
 from pdn_train.explain import explain
-from pdn_train.files import write_whole
+from pdn_train.files import parse_line, write_whole
+from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
 
 CANNOT_RUN = 2  # a trainer's exit code for a configuration that cannot run: a wrong key, no GPU
@@ -133,10 +134,10 @@ def _read(path: str | Path) -> Sweep:
 
 def value(sweep: Sweep, run: Run) -> float | None:
     """The metric after a run's last step; None where it is not done."""
-    file = run.folder / "validation.jsonl"
+    file = RunDir(run.folder).validation
     lines = file.read_text().splitlines() if file.exists() else []
-    entry = json.loads(lines[-1]) if lines else {}
-    if entry.get("step") != run.settings.train.steps:
+    entry = parse_line(lines[-1]) if lines else None
+    if entry is None or entry.get("step") != run.settings.train.steps:
         return None
     for key in sweep.metric.split("/"):
         entry = entry[key]
@@ -190,7 +191,7 @@ class Runner:
             print(f"{run.folder}: {word} after {time.monotonic() - started:.0f} s" + (f": {said}" if said else ""), flush=True)
             self._note(code)
             if code == 0 and self._discard:
-                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+                shutil.rmtree(RunDir(run.folder).checkpoints, ignore_errors=True)
             return code
         finally:
             self._slots.put(slot)

@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pdn_train import checkpoint, config, interchange
-from pdn_train.checkpoint import VERSION, CheckpointError
-from pdn_train.config import ModelConfig
+from pdn_train.checkpoint import STATE, VERSION, CheckpointError
+from pdn_train.config import ConfigError, ModelConfig
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
-from pdn_train.tokenizer import Tokenizer
+from pdn_train.rundir import RunDir
+from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # what a model can be loaded in, by the name on the command line
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # an export's weights: one file, or the index of several
@@ -37,6 +38,10 @@ TIED = ("embedding.weight", "head.weight")
 
 class WeightsError(ValueError):
     """Weights cannot be found, read or used; the message names what and the way out."""
+
+
+# What finding, reading or loading weights raises of what a user can mend
+UNREADABLE = (WeightsError, CheckpointError, ConfigError, TokenizerError)
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,16 @@ def find(path: str | Path) -> Source:
             return _find_fla(path)
         tree = _read_tree(path / "config.yaml", lambda text: config.parse(text, str(path / "config.yaml")))
         return Source(path, "safetensors", _model_config(tree, path), tree.get("data") or {}, _if_there(path / "tokenizer.model"))
-    if (path / "checkpoints").is_dir():
-        path = checkpoint.newest(path / "checkpoints")
-        tree = _read_tree(path / "state.json", json.loads)["config"]
-    elif (path / "state.json").exists():
+    if RunDir(path).checkpoints.is_dir():
+        path = checkpoint.newest(RunDir(path).checkpoints)
+        tree = _read_tree(path / STATE, json.loads)["config"]
+    elif (path / STATE).exists():
         tree = _read_whole(path)["config"]
     else:
         raise WeightsError(
-            f"{path} is no run folder (checkpoints/ is missing), no checkpoint (state.json) and no export ({SINGLE}); name one of these"
+            f"{path} is no run folder (checkpoints/ is missing), no checkpoint ({STATE}) and no export ({SINGLE}); name one of these"
         )
-    return Source(path, "checkpoint", _model_config(tree, path), tree["data"], _if_there(path.absolute().parent.parent / "tokenizer.model"))
+    return Source(path, "checkpoint", _model_config(tree, path), tree["data"], _if_there(RunDir(path.absolute().parent.parent).tokenizer))
 
 
 def _find_fla(path: Path) -> Source:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from launch import status
-from launch.requeue import Ending
+from launch.requeue import Ending, read_endings
 from pdn_train.heartbeat import Word, claim_first
-from pdn_train.rundir import process_start
+from pdn_train.rundir import RunDir, process_start
 
 ME = Word(0, started=process_start(os.getpid()), step=30, doing="computing")
 
@@ -218,8 +218,9 @@ def test_several_runs_are_a_table(run, tmp_path, capsys):
 def test_damaged_lines_are_passed_over(run):
     entry = {"step": 20, "loss": 3.25, "tokens_per_second": 1.0, "step_seconds": 2.0}
     (run / "metrics.jsonl").write_bytes(json.dumps(entry).encode() + b'\n{"step": 30}\n5\n\x00\xff\xfe')
-    (run / "endings.jsonl").write_bytes(b"null\n{}\n\xff")
-    assert status.status(run).step == 20
+    ending = Ending("0001", "7", 0, 75, "stopped", 20, None, 0.0)
+    (run / "endings.jsonl").write_bytes(b"null\n{}\n" + json.dumps(asdict(ending)).encode() + b"\n\xff")
+    assert status.status(run).step == 20 and read_endings(RunDir(run)) == [ending]
 
 
 def test_one_that_is_no_run_does_not_hide_the_others(run, tmp_path, capsys):

@@ -81,6 +81,16 @@ def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, 
     assert (tmp_path / "runs" / "summary.md").read_text().strip() in capsys.readouterr().out
 
 
+def test_a_last_validation_that_a_kill_cut_short_is_none(file):
+    """The run resumes from its checkpoint and validates again."""
+    made, runs = sweep.load(str(file), None, [])
+    runs[0].folder.mkdir(parents=True)
+    whole = json.dumps({"step": 2, "tasks": {"mqar": {"accuracy": 0.5}}})
+    for text, wanted in ((whole + "\n", 0.5), (whole[:-3], None), ("5\n", None), ("", None)):
+        (runs[0].folder / "validation.jsonl").write_text(text)
+        assert sweep.value(made, runs[0]) == wanted
+
+
 @pytest.mark.parametrize("line", ["error: model.kernel=triton needs a GPU", "10:00:01 E rank 3: WorldError: no GPU"])
 def test_what_a_failed_run_says(tmp_path, line):
     """The last error of this attempt, short; nothing of an attempt before it."""
