@@ -18,7 +18,7 @@ from kernels.gates import GateColumns, GateParameters, HeadGates
 from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Sum, column_sums, partial_sums
 
-TOKENS = 32  # of a program, at a time
+TOKENS, TOKENS_BACK = 32, 16  # of a program, at a time; of a backward pass that adds up over them
 # Read a few elements at a time. Where they lie in an optimizer's flat buffer, only H = 8, 16 .. would keep them at multiples of 16 bytes
 PARAMETERS = ["weight", "A_log", "dt_bias", "forget_A_log", "forget_dt_bias", "center"]
 DECAY_PROGRAMS = 1056  # of the channel decay's backward pass, about: 8 a multiprocessor; each has its own partial sums
@@ -212,19 +212,19 @@ def _channel_decay_backward(
     j = tl.arange(0, BK)
     bias = tl.load(dt_bias + head * K + j, mask=j < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-    rates, biases = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32)
+    rates, biases = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)  # added over rows once, as in `norm_triton`
     for first in range(block * rows, tl.minimum(tokens, (block + 1) * rows), BT):
         t = first + tl.arange(0, BT)
         there = (t < tokens)[:, None] & (j < K)[None, :]
         at = t.to(tl.int64)[:, None] * (H * K) + head * K + j[None, :]
         raw = tl.load(x + at, mask=there, other=0.0).to(tl.float32) + bias[None, :]
         slope = -rate * tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
-        rates += tl.sum(slope * softplus(raw), 0)
+        rates += slope * softplus(raw)
         slope *= sigmoid(raw)
-        biases += tl.sum(slope, 0)
+        biases += slope
         tl.store(dx + at, slope.to(dx.dtype.element_ty), mask=there)
-    tl.store(rate_sums + tl.program_id(0), tl.sum(rates, 0))
-    tl.store(bias_sums + tl.program_id(0).to(tl.int64) * K + j, biases, mask=j < K)
+    tl.store(rate_sums + tl.program_id(0), tl.sum(rates))
+    tl.store(bias_sums + tl.program_id(0).to(tl.int64) * K + j, tl.sum(biases, 0), mask=j < K)
 
 
 class _ChannelDecay(torch.autograd.Function):
@@ -244,13 +244,13 @@ class _ChannelDecay(torch.autograd.Function):
         x, A_log, dt_bias = ctx.saved_tensors
         N, H, K = x.shape
         grad, dx = aligned(grad), torch.empty_like(x)
-        rows = cdiv(N, max(1, DECAY_PROGRAMS // H) * TOKENS) * TOKENS
+        rows = cdiv(N, max(1, DECAY_PROGRAMS // H) * TOKENS_BACK) * TOKENS_BACK
         blocks = cdiv(N, rows)
         rate_sums, bias_sums = partial_sums(blocks, H, x), partial_sums(blocks, H * K, x)
         key = (x.dtype, A_log.dtype, dt_bias.dtype, grad.dtype)
         launch(
             _channel_decay_backward, H * blocks, key, x, A_log, dt_bias, grad, dx, rate_sums, bias_sums, N, rows,
-            H=H, K=K, BK=power_of_2(K), BT=TOKENS, num_warps=4,
+            H=H, K=K, BK=power_of_2(K), BT=TOKENS_BACK, num_warps=4,
         )  # fmt: skip
         dA_log, ddt_bias = torch.empty_like(A_log), torch.empty_like(dt_bias)
         column_sums(Sum(rate_sums, dA_log), Sum(bias_sums, ddt_bias))

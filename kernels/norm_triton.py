@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Counters, Sum, add_rows, clear, column_sums, group_of, partial_sums, rows_at_once
 
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # elements at a time
+FORWARD_TILE, BACKWARD_TILE = 4096, 4096  # elements of a forward pass and bytes of a backward pass at a time
 PROGRAMS = 1056  # of a backward pass, about: 8 a multiprocessor; each has its own partial sums
 SHORT = 256  # channels up to which a backward pass's own programs add up the partial sums
 
@@ -76,7 +76,7 @@ def _norm_backward(
     at a time, dweight and dbias too."""
     g, block, d = tl.program_id(0) % G, tl.program_id(0) // G, tl.arange(0, BD)
     w = _load(weight, d, d < D)[None, :]
-    dw, db = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    dw, db = tl.zeros((BR, BD), tl.float32), tl.zeros((BR, BD), tl.float32)  # added over rows once: that takes a barrier each time
     for first in range(block * part, tl.minimum(rows, (block + 1) * part), BR):
         i = first + tl.arange(0, BR)
         there = (i < rows)[:, None] & (d < D)[None, :]
@@ -90,17 +90,17 @@ def _norm_backward(
             tl.store(dgate + at, dz.to(dgate.dtype.element_ty), mask=there)
             grad *= s
             if BIAS:
-                db += tl.sum(dz, 0)
-        dw += tl.sum(grad * normed, 0)
+                db += dz
+        dw += grad * normed
         u = grad * w
         out = r * (u - normed * (tl.sum(u * normed, 1) / D)[:, None])
         if ADD:
             out += _load(dstream, at, there)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=there)
     to = tl.program_id(0).to(tl.int64) * D + d
-    tl.store(weight_sums + to, dw, mask=d < D)
+    tl.store(weight_sums + to, tl.sum(dw, 0), mask=d < D)
     if BIAS:
-        tl.store(bias_sums + to, db, mask=d < D)
+        tl.store(bias_sums + to, tl.sum(db, 0), mask=d < D)
     if counters is not None:
         programs = tl.num_programs(0)
         add_rows(weight_sums, dweight, counters, tl.program_id(0), programs, group, d, d < D, D, 1, SUM)
@@ -117,7 +117,7 @@ def _tile(D: int, elements: int) -> tuple[int, int, int]:
 def _parts(x: Tensor) -> tuple[int, int]:
     """Rows of one g for each program of the backward pass, and into how many parts they divide."""
     N, G, D = x.shape
-    _, BR, _ = _tile(D, BACKWARD_TILE)
+    _, BR, _ = _tile(D, BACKWARD_TILE // x.element_size())
     part = cdiv(N, max(1, PROGRAMS // G) * BR) * BR
     return part, cdiv(N, part)
 
@@ -146,7 +146,7 @@ def _launch_forward(x, stream, gate, bias, weight, total, y, eps) -> Tensor | No
 def _launch_backward(x, gate, bias, weight, zeros, dy, dstream, eps) -> tuple[Tensor | None, ...]:
     """dx, dgate, dbias, dweight."""
     N, G, D = x.shape
-    BD, BR, warps = _tile(D, BACKWARD_TILE)
+    BD, BR, warps = _tile(D, BACKWARD_TILE // x.element_size())
     (part, blocks), counters = _parts(x), _counters(x)
     group, stride = (None, 0) if counters is None else (counters.group, counters.stride)
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)

@@ -68,7 +68,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(mixer_inputs_triton, "TOKENS", 4)
     monkeypatch.setattr(norm_triton, "PROGRAMS", 21)
     monkeypatch.setattr(norm_triton, "SHORT", 64)
-    monkeypatch.setattr(norm_triton, "BACKWARD_TILE", 256)
+    monkeypatch.setattr(norm_triton, "BACKWARD_TILE", 1024)
     monkeypatch.setattr(sums, "ELEMENTS", 32)
 
 
