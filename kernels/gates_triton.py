@@ -18,7 +18,7 @@ from kernels.gates import GateColumns, GateParameters, HeadGates
 from kernels.launch import aligned, cdiv, launch, power_of_2
 from kernels.sums import Sum, column_sums, partial_sums
 
-TOKENS, TOKENS_BACK = 32, 16  # of a program, at a time; of a backward pass that adds up over them
+TOKENS, TOKENS_BACK = 32, 8  # of a program, at a time; of a backward pass that adds up over them
 # Read a few elements at a time. Where they lie in an optimizer's flat buffer, only H = 8, 16 .. would keep them at multiples of 16 bytes
 PARAMETERS = ["weight", "A_log", "dt_bias", "forget_A_log", "forget_dt_bias", "center"]
 DECAY_PROGRAMS = 1056  # of the channel decay's backward pass, about: 8 a multiprocessor; each has its own partial sums

@@ -21,7 +21,7 @@ from kernels.sums import Counters, Sum, add_rows, clear, column_sums, group_of, 
 
 FORWARD_TILE, BACKWARD_TILE = 4096, 4096  # elements of a forward pass and bytes of a backward pass at a time
 PROGRAMS = 1056  # of a backward pass, about: 8 a multiprocessor; each has its own partial sums
-SHORT = 256  # channels up to which a backward pass's own programs add up the partial sums
+SHORT = 256  # channels up to which a backward pass's own programs add up the partial sums, and a program its rows' parts at the end
 
 
 @triton.jit
@@ -66,17 +66,24 @@ def _norm(
     tl.store(y + at, out.to(y.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _over_rows(x, LATER: tl.constexpr):
+    return x if LATER else tl.sum(x, 0)[None, :]
+
+
 @triton.jit(do_not_specialize=["group", "stride", "rows", "part"])
 def _norm_backward(
     x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, dweight, dbias, counters, group, stride, rows, part, eps,
     G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    SUM: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """dx and dgate for `part` rows of one g, and the sums over them: weight_sums [P, D], bias_sums [P, D]. With counters, SUM rows of these
     at a time, dweight and dbias too."""
     g, block, d = tl.program_id(0) % G, tl.program_id(0) // G, tl.arange(0, BD)
     w = _load(weight, d, d < D)[None, :]
-    dw, db = tl.zeros((BR, BD), tl.float32), tl.zeros((BR, BD), tl.float32)  # added over rows once: that takes a barrier each time
+    # Over rows of few channels, which many threads share, once at the end: it takes a barrier each time. Long rows would take registers
+    KEPT: tl.constexpr = BR if SHORT_ROWS else 1
+    dw, db = tl.zeros((KEPT, BD), tl.float32), tl.zeros((KEPT, BD), tl.float32)
     for first in range(block * part, tl.minimum(rows, (block + 1) * part), BR):
         i = first + tl.arange(0, BR)
         there = (i < rows)[:, None] & (d < D)[None, :]
@@ -90,8 +97,8 @@ def _norm_backward(
             tl.store(dgate + at, dz.to(dgate.dtype.element_ty), mask=there)
             grad *= s
             if BIAS:
-                db += dz
-        dw += grad * normed
+                db += _over_rows(dz, SHORT_ROWS)
+        dw += _over_rows(grad * normed, SHORT_ROWS)
         u = grad * w
         out = r * (u - normed * (tl.sum(u * normed, 1) / D)[:, None])
         if ADD:
@@ -157,8 +164,8 @@ def _launch_backward(x, gate, bias, weight, zeros, dy, dstream, eps) -> tuple[Te
     launch(
         _norm_backward, G * blocks, key,
         x, gate, bias, weight, dy, dstream, dx, dgate, weight_sums, bias_sums, dweight, dbias, zeros, group, stride, N, part, eps,
-        G=G, D=D, BD=BD, BR=BR, ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None, SUM=rows_at_once(BD),
-        num_warps=warps,
+        G=G, D=D, BD=BD, BR=BR, ADD=dstream is not None, GATE=gate is not None, BIAS=bias is not None, SHORT_ROWS=D <= SHORT,
+        SUM=rows_at_once(BD), num_warps=warps,
     )  # fmt: skip
     if counters is None:
         column_sums(Sum(weight_sums, dweight), None if bias is None else Sum(bias_sums, dbias))
