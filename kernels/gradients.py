@@ -199,19 +199,18 @@ def backward(
     x: Inputs, solved: Solved, layout: Layout, h: Tensor, dh: Tensor, u: Tensor, dx: Tensor, do: Tensor, pairs: Pairs
 ) -> Gradients:
     """h and dh [M, H, V, K], u, dx and do [N, H, V], all contiguous."""
-    (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
+    (N, H, K), V, (M, _) = x.k.shape, x.v.shape[-1], layout.counts
     preconditioned, wide = solved.w is not None, x.k.dtype == torch.float32
-    made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
+    dq, dk, dw = x.k.new_empty(N, H, K), x.k.new_empty(N, H, K), x.k.new_empty(N, H, K) if preconditioned else None
     dg = None if x.decay is None else x.decay.new_empty(N, H)
-    dw = made[2] if preconditioned else None
     choice, unit = setting("gradients", x.k), 16 // x.k.element_size()
     launch(
         _gradients, M * H, x.key,
-        x.q, x.k, solved.w, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, made[0], made[1], dw, dg,
+        x.q, x.k, solved.w, solved.rows, solved.whole, h, dh, u, dx, do, pairs.e1, pairs.e2, pairs.decay, dq, dk, dw, dg,
         layout.chunks, H, x.q.stride(0) // unit, x.k.stride(0) // unit,
         K=K, V=V, BV=min(32 if wide else 128, power_of_2(V)),
         BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit,
         SCALAR=x.decay is not None, PRECONDITION=preconditioned, NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return Gradients(made[0], made[1], dw, dg)
+    return Gradients(dq, dk, dw, dg)

@@ -275,10 +275,9 @@ def backward(
     x: Inputs, solved: Solved, layout: Layout, h: Tensor, dh: Tensor, u: Tensor, dx: Tensor, do: Tensor, pairs: Pairs
 ) -> Gradients:
     """h and dh [M, H, V, K], u, dx and do [N, H, V], all contiguous; x.decay [N, H, K]."""
-    (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
+    (N, H, K), V, (M, _) = x.k.shape, x.v.shape[-1], layout.counts
     preconditioned, wide = solved.w is not None, x.k.dtype == torch.float32
-    made = x.k.new_empty(3 if preconditioned else 2, N, H, K)
-    dq, dk, dw = made[0], made[1], made[2] if preconditioned else None
+    dq, dk, dw = x.k.new_empty(N, H, K), x.k.new_empty(N, H, K), x.k.new_empty(N, H, K) if preconditioned else None
     dg = x.decay.new_empty(N, H, K)
     w, w_stride = (x.k, x.k.stride(0)) if solved.w is None else (solved.w, H * K)
     choice = setting("gradients_channel", x.k)

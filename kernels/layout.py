@@ -41,6 +41,11 @@ class Layout:
     pieces: Tensor  # [S, 4] int32
     longest: int  # chunks of the longest sequence
 
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """M and S. (The length of a tensor costs the host as much as an allocation.)"""
+        return len(self.chunks), len(self.sequences)
+
     @property
     def cut(self) -> bool:
         return self.spans is not self.sequences

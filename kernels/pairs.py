@@ -113,9 +113,9 @@ def _pairs(
 
 def backward(x: Inputs, solved: Solved, layout: Layout, o: Tensor, u: Tensor, dx: Tensor, do: Tensor) -> Pairs:
     """o, u, dx and do [N, H, V] contiguous."""
-    (N, H, K), V, M = x.k.shape, x.v.shape[-1], len(layout.chunks)
+    (N, H, K), V, (M, _) = x.k.shape, x.v.shape[-1], layout.counts
     scalar = x.decay_kind == "scalar"
-    e1, e2 = x.k.new_empty(2, N, H, layout.chunk)
+    e1, e2 = x.k.new_empty(N, H, layout.chunk), x.k.new_empty(N, H, layout.chunk)
     dv, dbeta = x.v.new_empty(N, H, V), x.beta.new_empty(N, H)
     between = torch.empty(N, H, dtype=torch.float32, device=x.k.device) if scalar else None
     channel = x.decay_kind == "channel"

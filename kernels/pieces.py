@@ -55,7 +55,7 @@ def _chain(
 
 def chain(x: Inputs, layout: Layout, maps: Tensor, added: Tensor, start: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """What each piece starts from [P, H, K, V] and each sequence ends with [S, H, K, V]; reverse: gradients, from last to first."""
-    (H, K), V, S = x.k.shape[1:], added.shape[-1], len(layout.sequences)
+    (H, K), V, (_, S) = x.k.shape[1:], added.shape[-1], layout.counts
     states = torch.empty_like(added)
     end = torch.empty(S, H, K, V, dtype=torch.float32, device=x.k.device)
     launch(

@@ -136,14 +136,14 @@ def forward(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None) -> tup
     """o [N, H, V] in v's dtype and the final states [S, H, K, V] fp32 of the spans [S, 4]."""
     (_, H, K), V = x.k.shape, x.v.shape[-1]
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-    s = torch.empty(len(spans), H, K, V, dtype=torch.float32, device=x.v.device)
+    s = torch.empty(spans.shape[0], H, K, V, dtype=torch.float32, device=x.v.device)
     _launch(x, solved, spans, s_0, o=o, s=s)
     return o, s
 
 
 def ends(x: Inputs, solved: Solved, spans: Tensor) -> Tensor:
     """What each span makes of the zero state, [S, H, K, V] fp32: the b of its affine map."""
-    s = torch.empty(len(spans), x.k.shape[1], x.k.shape[2], x.v.shape[-1], dtype=torch.float32, device=x.k.device)
+    s = torch.empty(spans.shape[0], x.k.shape[1], x.k.shape[2], x.v.shape[-1], dtype=torch.float32, device=x.k.device)
     _launch(x, solved, spans, None, s=s)
     return s
 
@@ -151,14 +151,14 @@ def ends(x: Inputs, solved: Solved, spans: Tensor) -> Tensor:
 def maps(x: Inputs, solved: Solved, spans: Tensor) -> Tensor:
     """The matrix of each span's affine map, [S, H, K, K] fp32."""
     _, H, K = x.k.shape
-    s = torch.empty(len(spans), H, K, K, dtype=torch.float32, device=x.k.device)
+    s = torch.empty(spans.shape[0], H, K, K, dtype=torch.float32, device=x.k.device)
     _launch(x, solved, spans, None, s=s, values=False)
     return s
 
 
 def states(x: Inputs, solved: Solved, layout: Layout, spans: Tensor, s_0: Tensor | None) -> tuple[Tensor, Tensor]:
     """h [M, H, V, K], the transposed state that each chunk meets, and u [N, H, V], the corrected errors U; in the input dtype."""
-    h = x.k.new_empty(len(layout.chunks), *x.v.shape[1:], x.k.shape[-1])
+    h = x.k.new_empty(layout.counts[0], *x.v.shape[1:], x.k.shape[-1])
     u = x.v.new_empty(x.v.shape)
     _launch(x, solved, spans, s_0, h=h, u=u)
     return h, u
@@ -171,13 +171,13 @@ def read_by(x: Inputs, solved: Solved) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _launch(x: Inputs, solved: Solved, spans: Tensor, s_0: Tensor | None, o=None, s=None, h=None, u=None, values=True) -> None:
     H, K = x.k.shape[1:]
-    V = x.v.shape[-1] if values else K
-    choice = setting("scan" if h is None else "states", x.k, programs=len(spans) * H)
+    V, S = x.v.shape[-1] if values else K, spans.shape[0]
+    choice = setting("scan" if h is None else "states", x.k, programs=S * H)
     block = min(choice.block, power_of_2(V))
     q, k, w = read_by(x, solved)
     allow_descriptors()
     launch(
-        _scan, len(spans) * H * cdiv(V, block), (x.key, s_0 is None, o is None),
+        _scan, S * H * cdiv(V, block), (x.key, s_0 is None, o is None),
         q, k, x.v, solved.t, solved.qw, w, solved.rows, solved.whole, s_0, o, s, h, u,
         spans, H, q.stride(0), k.stride(0), x.v.stride(0),
         K=K, V=V, BK=power_of_2(K), BV=block, C=solved.t.shape[-1],

@@ -122,16 +122,16 @@ def backward(
 
     do [N, H, V] contiguous; ds [S, H, K, V] fp32, the gradient of the state each span ends with, None for zero.
     """
-    (N, H, K), V = x.k.shape, x.v.shape[-1]
-    dh = x.k.new_empty(len(layout.chunks), H, V, K) if store else None
+    (N, H, K), V, S = x.k.shape, x.v.shape[-1], spans.shape[0]
+    dh = x.k.new_empty(layout.counts[0], H, V, K) if store else None
     dx = x.k.new_empty(N, H, V) if store else None
-    ds_0 = torch.empty(len(spans), H, K, V, dtype=torch.float32, device=x.k.device)
-    choice = setting("scan_backward", x.k, programs=len(spans) * H)
+    ds_0 = torch.empty(S, H, K, V, dtype=torch.float32, device=x.k.device)
+    choice = setting("scan_backward", x.k, programs=S * H)
     block = min(choice.block, power_of_2(V))
     q, k, w = read_by(x, solved)
     allow_descriptors()
     launch(
-        _scan, len(spans) * H * cdiv(V, block), (x.key, ds is None),
+        _scan, S * H * cdiv(V, block), (x.key, ds is None),
         q, k, solved.t, solved.qw, w, solved.rows, solved.whole, do, ds, dh, dx, ds_0,
         spans, H, q.stride(0), k.stride(0),
         K=K, V=V, BK=power_of_2(K), BV=block, C=layout.chunk, DECAY=x.decay_kind, WRITE_KEYS=w is not None,

@@ -184,12 +184,11 @@ def _solve_channel(
 
 def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     """All of `Solved` from a_start [M, H, K], the statistic before each chunk (with a preconditioner)."""
-    (N, H, K), M, C, kinds = x.k.shape, len(layout.chunks), layout.chunk, KINDS.value
-    t, qw = x.k.new_empty(2, N, H, C)
-    kr, qr, wd = x.k.new_empty(3, N, H, K)
+    (N, H, K), (M, _), C = x.k.shape, layout.counts, layout.chunk
+    t, qw = x.k.new_empty(N, H, C), x.k.new_empty(N, H, C)
+    kr, qr, wd = (x.k.new_empty(N, H, K) for _ in range(3))
     w = None if x.forget is None else x.k.new_empty(N, H, K)
-    rows, whole = torch.empty(M * H * (kinds * C + K), dtype=torch.float32, device=x.k.device).split([M * H * kinds * C, M * H * K])
-    rows, whole = rows.view(M, H, kinds, C), whole.view(M, H, K)
+    rows, whole = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, KINDS.value, C), (M, H, K)))
     wide, strides = x.k.dtype == torch.float32, (x.q.stride(0), x.k.stride(0), x.decay_stride)
     gates, precision = tl.float32 if wide else tl.float16, dot_precision(x.k)
     table = sums(C, torch.float32 if wide else torch.float16, x.k.device)

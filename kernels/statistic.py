@@ -85,26 +85,26 @@ def forward(x: Inputs, layout: Layout, a_0: Tensor | None) -> tuple[Tensor, Tens
     return chain(x, layout, sums(x, layout), a_0)
 
 
-def sums(x: Inputs, layout: Layout) -> Tensor:
-    """Each chunk's own part of the statistic, and what it leaves of the one it meets: [M H K + M H] fp32, for `chain`."""
-    (_, H, K), M = x.k.shape, len(layout.chunks)
-    own = torch.empty(M * H * (K + 1), dtype=torch.float32, device=x.k.device)
+def sums(x: Inputs, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Each chunk's own part of the statistic [M, H, K], and the log2 of what it leaves of the one it meets [M, H]; fp32, for `chain`."""
+    (_, H, K), (M, _) = x.k.shape, layout.counts
+    own, kept = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, K), (M, H)))
     choice = setting("statistic", x.k)
     launch(
         _sums, M * H, x.key,
-        x.k, x.forget, x.gain, own, own[M * H * K :], layout.chunks, H, x.k.stride(0),
+        x.k, x.forget, x.gain, own, kept, layout.chunks, H, x.k.stride(0),
         K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
-    return own
+    return own, kept
 
 
-def chain(x: Inputs, layout: Layout, own: Tensor, a_0: Tensor | None) -> tuple[Tensor, Tensor]:
+def chain(x: Inputs, layout: Layout, own: tuple[Tensor, Tensor], a_0: Tensor | None) -> tuple[Tensor, Tensor]:
     """`forward` from what `sums` made."""
-    (_, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
+    (_, H, K), (M, S) = x.k.shape, layout.counts
     a_start, a = (torch.empty(n, H, K, dtype=torch.float32, device=x.k.device) for n in (M, S))
     step = max(2, min(STEP, power_of_2(layout.longest)))
     launch(
         _chain, S * H * cdiv(K, CHANNELS), (x.key, a_0 is None),
-        own, own[M * H * K :], a_0, a_start, a, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, INITIAL=a_0 is not None, num_warps=4
+        *own, a_0, a_start, a, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, INITIAL=a_0 is not None, num_warps=4
     )  # fmt: skip
     return a_start, a

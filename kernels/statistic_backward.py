@@ -203,9 +203,9 @@ def backward(
     da [S, H, K] fp32: the gradient of the final statistic, None for zero. hand_back: takes the da_0 that this makes and returns another da,
     with what the sequences' later pieces give (`kernels.maps`).
     """
-    (N, H, K), M, S = x.k.shape, len(layout.chunks), len(layout.sequences)
-    start, d_end, da_0 = torch.empty(2 * M + S, H, K, dtype=torch.float32, device=x.k.device).split([M, M, S])
-    centers, keep, dcenter, *own = _buffers(((M, H), (M, H), (1, H), (N, H), (N, H)), x.k.device)
+    (N, H, K), (M, S) = x.k.shape, layout.counts
+    sizes = (M, H, K), (M, H, K), (S, H, K), (M, H), (M, H), (H,), (N, H), (N, H)
+    start, d_end, da_0, centers, keep, dcenter, *own = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in sizes)
     choice, wide, unit = setting("statistic_inside", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     launch(
         _inside, M * H, x.key,
@@ -234,11 +234,4 @@ def backward(
         K=K, BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit, NORMALIZE=x.normalize, num_warps=choice.warps,
         num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return dforget, dgain, dcenter[0], da_0
-
-
-def _buffers(sizes: tuple[tuple[int, int], ...], device: torch.device) -> list[Tensor]:
-    """fp32 tensors of these sizes out of one allocation, each from a multiple of 16 bytes on."""
-    counts = [cdiv(a * b, 4) * 4 for a, b in sizes]
-    parts = torch.empty(sum(counts), dtype=torch.float32, device=device).split(counts)
-    return [part[: a * b].view(a, b) for part, (a, b) in zip(parts, sizes, strict=True)]
+    return dforget, dgain, dcenter, da_0
