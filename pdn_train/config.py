@@ -322,6 +322,11 @@ class Config(Section):
                 f"parallel.sequence={ranks} cuts data.seq_len={length} into pieces of {length // ranks} tokens; the convolution needs 3"
             )
 
+    @property
+    def flat_zero(self) -> bool:
+        """Whether the optimizer is that of `pdn_train.flat_zero`, whose files are the same at both its stages."""
+        return self.parallel.zero in (1, 2) and self.train.precision == "bf16"
+
     def data_parallel(self, world_size: int) -> int:
         """How many ranks see different samples: world_size / parallel.sequence."""
         if world_size % self.parallel.sequence:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.maps import Relay
-from pdn_train import sequence, stage1, zero
+from pdn_train import flat_zero, sequence, zero
 from pdn_train.config import Config
 from pdn_train.data import Batch
 from pdn_train.optim import build_optimizer, guard, set_learning_rate
@@ -46,7 +46,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 # Only DeepSpeed's inference uses this host-memory op, and init would compile it for a minute
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.runtime.engine.BF16_Optimizer = stage1.lean(deepspeed.runtime.engine.BF16_Optimizer)
+deepspeed.runtime.engine.BF16_Optimizer = flat_zero.lean(deepspeed.runtime.engine.BF16_Optimizer)
 deepspeed_logger.setLevel(logging.WARNING)
 # DeepSpeed calls collectives by names that torch is about to change
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -54,17 +54,18 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
     """The JSON that DeepSpeed gets; everything not named here is its default."""
-    bf16 = config.train.precision == "bf16"
     stage = {"stage": config.parallel.zero, "overlap_comm": True, "contiguous_gradients": True}
-    if config.parallel.zero == 2 or (config.parallel.zero == 1 and not bf16):
-        stage["compute_grad_norm"] = False  # `Engine.step` has it already; stage 3 insists on its own, 1 in bf16 has none (`stage1`)
+    if config.flat_zero:
+        stage["stage"] = 1  # for which alone DeepSpeed takes the optimizer that `flat_zero` makes both stages of
+    elif config.parallel.zero in (1, 2):
+        stage["compute_grad_norm"] = False  # `Engine.step` has it already; stage 3 insists on its own, `flat_zero` has none
     return {
         # DeepSpeed multiplies by all ranks, those of one sequence-parallel group included
         "train_batch_size": config.train.global_batch * config.parallel.sequence,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": config.accumulation(world_size),
         "zero_optimization": stage,
-        "bf16": {"enabled": bf16, "check_grad_overflow": False},  # `Engine.step` has looked already
+        "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": False},  # `Engine.step` has looked already
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "gradient_clipping": 0.0,
@@ -91,6 +92,8 @@ class Engine:
         groups._WORLD_GROUP = dist.new_group(list(range(world.size)), timeout=timedelta(seconds=config.launch.collective_seconds))
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its memory reports whatever its log level
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, world.size))
+        if config.flat_zero and self.stage == 2:
+            self._engine.optimizer.shard_sums()
         self._files = self._engine.checkpoint_engine = _Files()
         self.model: nn.Module = self._engine.module
         self.begin: Callable[[str | None], object] = lambda part: None  # is told when a part of a step begins (`pdn_train.profiling.Parts`)
@@ -230,7 +233,7 @@ def _compute_on(device: torch.device) -> None:
 
 
 def _name_the_stage(wrapped: object, stage: int) -> None:
-    """DeepSpeed's optimizer for stage 1 in bf16 leaves its stage out of its files, and then DeepSpeed's own reader refuses them."""
+    """The optimizer of `flat_zero` leaves its stage out of its files, and then DeepSpeed's own reader refuses them."""
     if stage and hasattr(wrapped, "fp32_groups_flat_partition"):
         original = wrapped.state_dict
         wrapped.state_dict = lambda: {**original(), "zero_stage": stage}

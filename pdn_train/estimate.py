@@ -124,23 +124,23 @@ def memory_per_gpu(config: Config, world_size: int) -> dict[str, float]:
 def _state_memory(config: Config, world_size: int) -> dict[str, float]:
     """bf16: weights 2, gradients 2, their fp32 sum 4, masters 4, moments 8 bytes a parameter; fp32: 4, 4, none, 4 (ZeRO's copy), 8.
 
-    The stage from which each is divided by N: weights 3, gradients 2, sum 2, masters and moments 1. Stage 1 in bf16 reduces the sums where
-    they are (`stage1`); elsewhere DeepSpeed fills a bucket.
+    The stage from which each is divided by N: weights 3, gradients 2, sum 2, masters and moments 1. Stages 1 and 2 in bf16 reduce the sums
+    where they are (`flat_zero`), stage 2 from whole gradients and their copy in fp32, 6 together; elsewhere DeepSpeed fills a bucket.
     """
     bf16, stage = config.train.precision == "bf16", config.parallel.zero
     count = parameters(config.model)
-    buckets = world_size > 1 and not (bf16 and stage == 1)
+    copied = config.flat_zero and stage == 2 and world_size > 1
 
     def shared_from(first: int, size: int) -> float:
         return count * size / (world_size if stage >= first else 1)
 
     return {
         "weights": shared_from(3, 2 if bf16 else 4),
-        "gradients": shared_from(2, 2 if bf16 else 4),
+        "gradients": 6.0 * count if copied else shared_from(2, 2 if bf16 else 4),
         "gradient sums": shared_from(2, 4 if bf16 else 0),
         "masters": shared_from(1, 4 if stage else 0),
         "moments": shared_from(1, 8),
-        "communication buffers": 4.0 * min(count, REDUCE_BUCKET) if buckets else 0.0,
+        "communication buffers": 4.0 * min(count, REDUCE_BUCKET) if world_size > 1 and not config.flat_zero else 0.0,
     }
 
 

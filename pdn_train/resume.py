@@ -1,8 +1,8 @@
 """Going on from a checkpoint: which one, whether it fits the run, and its state put back.
 
 Rank 0 walks from the newest step down and the ranks check the files between them; a damaged checkpoint is passed over with a warning that
-names the fault. On another world size or ZeRO stage the ZeRO files are first turned into DeepSpeed's universal form, whole or not at all,
-which takes the room of one more checkpoint while it is loaded.
+names the fault. On another world size, or a ZeRO stage with other files, the ZeRO files are first turned into DeepSpeed's universal form,
+whole or not at all, which takes the room of one more checkpoint while it is loaded.
 """
 
 from __future__ import annotations
@@ -86,12 +86,14 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
 def restore(saved: Saved, engine, config: Config, world: World) -> None:
     """Load weights, masters and moments into a pdn_train.engine.Engine, and the random state. Collective.
 
-    On the same world size, ZeRO stage and precision every bit is that of the save; otherwise the state comes through the universal form,
-    without the random state. Raises what DeepSpeed raises.
+    On the same world size, ZeRO stage and precision every bit is that of the save, as between stages 1 and 2 in bf16 (`Config.flat_zero`);
+    otherwise the state comes through the universal form, without the random state. Raises what DeepSpeed raises.
     """
-    here = {"size": world.size, "sequence": world.sequence, "zero": config.parallel.zero}
-    then = saved.state["config"]
-    same_layout = all(saved.state["world"][k] == here[k] for k in ("size", "zero"))
+    here = {"size": world.size, "sequence": world.sequence, "zero": config.parallel.zero, "flat": config.flat_zero}
+    then, there = saved.state["config"], saved.state["world"]
+    # Before state.json said "flat", stage 2 in bf16 was DeepSpeed's own optimizer, whose partitions hold the weights in another order
+    flat = there.get("flat", there["zero"] == 1 and then["train"]["precision"] == "bf16")
+    same_layout = there["size"] == here["size"] and flat == here["flat"] and (flat or there["zero"] == here["zero"])
     same_groups = then["optim"]["decay_all"] == config.optim.decay_all  # which parameters lie side by side
     if same_layout and same_groups and then["train"]["precision"] == config.train.precision:
         engine.load(saved.folder)
@@ -100,7 +102,7 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
     from pdn_train.engine import to_universal  # here, so that finding a checkpoint needs no DeepSpeed
 
     if world.leads:
-        log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, saved.state["world"], here)
+        log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, there, here)
     universal = saved.folder.with_name(saved.folder.name + ".universal")
     world.from_leader(lambda: to_universal(saved.folder, universal))
     progress = saved.progress

@@ -100,10 +100,11 @@ class Checkpoints:
         files = [*engine.files(temporary), (rng_file(temporary, self._world.rank), rng_state())]
         if self._config.background:
             files = self._world.each(lambda: self._host.take(files))
+        world = {"size": self._world.size, "sequence": self._world.sequence, "zero": config.parallel.zero, "flat": config.flat_zero}
         state = {
             "version": VERSION,
             "progress": asdict(progress),
-            "world": {"size": self._world.size, "sequence": self._world.sequence, "zero": config.parallel.zero},
+            "world": world,
             "config": config.model_dump(mode="json"),
             "data": data,
         }

@@ -1,9 +1,8 @@
 """The state inside DeepSpeed's optimizers, stage by stage: gradients for the norm, and a whole state put in from named tensors.
 
-DeepSpeed has three optimizers for our settings, each with its own layout:
+DeepSpeed has four optimizers for our settings, each with its own layout:
   stage 0           torch's AdamW over the parameters themselves
-  stage 1, bf16     BF16_Optimizer: flat fp32 partitions, whole fp32 gradients on every rank
-  stages 1 and 2    DeepSpeedZeroOptimizer: flat fp32 partitions and their gradients
+  stages 1 and 2    in bf16 BF16_Optimizer, as `flat_zero` has it; in fp32 DeepSpeedZeroOptimizer. Both: flat fp32 partitions
   stage 3           DeepSpeedZeroOptimizer_Stage3: parameters partitioned one by one
 Its own universal loader covers some stage changes and fails in others (2 -> 3, 3 -> 1); writing each parameter's piece where its layout
 keeps it covers all sixteen, and any world size.

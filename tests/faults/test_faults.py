@@ -53,6 +53,18 @@ def test_killed_at_a_random_step_in_a_save_in_the_writing_and_in_publication(mak
 
 
 @pytest.mark.long
+def test_killed_at_stage_2_in_bf16(make_whole_run):
+    """In a step and in the writing; the judge is a run with the same settings that nothing interrupts."""
+    settings = "parallel.zero=2", "train.precision=bf16", "train.micro_batch=1"
+    whole, run = make_whole_run("whole"), make_whole_run("killed")
+    finish(launch(whole, *settings), 0)
+    finish(launch(run, *settings, faults=(fault(0, "computing", 6, "kill"), fault(1, "writing", 8, "kill"))), 0)
+    assert [ending["how"] for ending in run.endings()] == ["crashed"] * 2 + ["done"]
+    assert len(run.story()) == run.STEPS and run.story() == whole.story()
+    assert run.checkpoints() == whole.checkpoints()
+
+
+@pytest.mark.long
 def test_killed_in_the_conversion_to_another_world_size(make_whole_run, uninterrupted):
     """2 ranks to step 8, then 1 rank, killed between DeepSpeed's conversion and the load."""
     run = make_whole_run("conversion")

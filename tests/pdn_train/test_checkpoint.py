@@ -239,11 +239,47 @@ def test_rank_0_alone_tells_what_differs_and_of_the_conversion(root, monkeypatch
     assert all(said.startswith(line) for said, line in zip(caplog.messages, lines, strict=False))
 
 
+@pytest.mark.parametrize(
+    "precision, then, before, now, road",
+    [
+        ("bf16", 2, False, 2, "direct"),
+        ("bf16", 1, False, 2, "direct"),
+        ("bf16", 2, False, 1, "direct"),
+        ("bf16", 2, False, 3, "universal"),
+        ("bf16", 1, True, 1, "direct"),
+        ("bf16", 1, True, 2, "direct"),
+        ("bf16", 2, True, 2, "universal"),  # DeepSpeed's own optimizer, whose files are others
+        ("bf16", 2, True, 1, "universal"),
+        ("bf16", 3, True, 3, "direct"),
+        ("fp32", 1, True, 2, "universal"),
+        ("fp32", 2, True, 2, "direct"),
+        ("fp32", 2, False, 2, "direct"),
+    ],
+)
+def test_which_files_are_loaded_as_they_are(root, monkeypatch, precision, then, before, now, road):
+    """before: the checkpoint is older than the word "flat" in state.json."""
+    old, new = (config(train={"precision": precision}, parallel={"zero": stage}) for stage in (then, now))
+    checkpoints, roads = Checkpoints(root, old.checkpoint, WORLD), []
+    checkpoints.save(FilesOnly(), Progress(10), old, DATA)
+    checkpoints.finish()
+    saved = newest_whole(root, WORLD)
+    if before:
+        del saved.state["world"]["flat"]
+    monkeypatch.setattr("pdn_train.engine.to_universal", lambda checkpoint, output: output.mkdir())
+    engine = SimpleNamespace(
+        load=lambda folder: roads.append("direct"),
+        put_universal=lambda folder, step: roads.append("universal"),
+        refresh_weights=lambda: None,
+    )
+    restore(saved, engine, new, WORLD)
+    assert roads == [road]
+
+
 def test_state_json_tells_what_was_saved(root):
     save(root, 10)
     state = json.loads((root / folder_name(10) / "state.json").read_text())
     assert state["progress"] == {"step": 10, "position": 40, "tokens": 640, "skipped_steps": 0, "skipped_in_row": 0}
-    assert state["world"] == {"size": 1, "sequence": 1, "zero": 0}
+    assert state["world"] == {"size": 1, "sequence": 1, "zero": 0, "flat": False}
     assert set(state["files"]) == {"part_0.pt", "part_1.pt", "rng_00000.pt"}
 
 

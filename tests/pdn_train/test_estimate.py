@@ -78,7 +78,7 @@ def test_numbers_shared_with_model_and_loss():
 
 @pytest.mark.parametrize(
     "zero, per_parameter",
-    [(1, 2 + 2 + 4 + (4 + 8) / 4), (2, 2 + (2 + 4 + 4 + 8) / 4), (3, (2 + 2 + 4 + 4 + 8) / 4)],
+    [(1, 2 + 2 + 4 + (4 + 8) / 4), (2, 2 + (2 + 4) + (4 + 4 + 8) / 4), (3, (2 + 2 + 4 + 4 + 8) / 4)],
 )
 def test_states_by_stage(zero, per_parameter):
     """Of a step so short that its activations are less than the gradients, and the two together count as the latter."""
@@ -87,8 +87,10 @@ def test_states_by_stage(zero, per_parameter):
     assert 0 < memory["activations"] < memory["gradients"]
     states = sum(memory[name] for name in ("weights", "gradients", "gradient sums", "masters", "moments", "activations"))
     assert states == pytest.approx(342_184_896 * per_parameter)
-    assert memory["communication buffers"] == (0 if zero == 1 else 4 * 342_184_896)
+    assert memory["communication buffers"] == (4 * 342_184_896 if zero == 3 else 0)
     assert estimate.memory_per_gpu(build({}), 1)["communication buffers"] == 0
+    alone, one = (estimate.memory_per_gpu(build({}, parallel={"zero": stage}, **small), 1) for stage in (1, 2))
+    assert alone == one
 
 
 def test_gradients_take_the_place_of_activations():
