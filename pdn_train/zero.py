@@ -1,6 +1,6 @@
 """The state inside DeepSpeed's optimizers, stage by stage: gradients for the norm, and a whole state put in from named tensors.
 
-DeepSpeed has four optimizers for our settings, each with its own layout:
+DeepSpeed has three optimizers for our settings, each with its own layout:
   stage 0           torch's AdamW over the parameters themselves
   stages 1 and 2    in bf16 BF16_Optimizer, as `flat_zero` has it; in fp32 DeepSpeedZeroOptimizer. Both: flat fp32 partitions
   stage 3           DeepSpeedZeroOptimizer_Stage3: parameters partitioned one by one
