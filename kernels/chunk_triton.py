@@ -103,10 +103,11 @@ class Call:
     def flat(self, q, k, v, beta, decay, forget, gain, center) -> Inputs:
         """The same of a call's own tensors, with a batch and a time axis and any strides."""
         channel = decay is not None and decay.dim() == q.dim()
+        size = _whole(q.shape[-1], decay if channel and decay.element_size() < q.element_size() else q)
         if q.element_size() == 2:
-            q, k = (_padded(x, max(x.shape[-1], NARROWEST)) for x in (q, k))
-        q, k, v = _rows(q), _rows(k), _rows(v)
-        decay = _rows(_padded(decay, k.shape[-1])) if channel else _tokens(decay)
+            size = max(size, NARROWEST)
+        q, k, v = _rows(_padded(q, size)), _rows(_padded(k, size)), _rows(v)
+        decay = _rows(_padded(decay, size)) if channel else _tokens(decay)
         center = None if center is None else aligned(center.float())
         return self.inputs(q, k, v, _tokens(beta), decay, _tokens(forget), _tokens(gain), center)
 
@@ -120,7 +121,7 @@ def _rows(x: Tensor) -> Tensor:
     contiguous. A view of a fused projection is taken as it is, anything else copied; odd head sizes are padded with zero channels, which
     change nothing."""
     unit = 16 // x.element_size()
-    x = _padded(x, -(-x.shape[-1] // unit) * unit)
+    x = _padded(x, _whole(x.shape[-1], x))
     H, D = x.shape[-2:]
     batch, token, head, channel = x.stride()
     joined = (x.shape[0] == 1 or batch == x.shape[1] * token) and token % unit == 0 and x.data_ptr() % 16 == 0
@@ -129,6 +130,12 @@ def _rows(x: Tensor) -> Tensor:
         if x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
     return x.flatten(0, 1)
+
+
+def _whole(channels: int, x: Tensor) -> int:
+    """The next number of channels that is whole 16 bytes in x's dtype."""
+    unit = 16 // x.element_size()
+    return -(-channels // unit) * unit
 
 
 def _tokens(x: Tensor | None) -> Tensor | None:

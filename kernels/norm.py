@@ -71,6 +71,8 @@ def _check(x: Tensor, weight: Tensor, backend: str) -> None:
     check_backend(backend, x, "x")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {list(weight.shape)} and x has {x.shape[-1]} channels: weight must be [{x.shape[-1]}]")
+    if backend == "triton" and not x.numel():
+        raise ValueError(f"x is empty: shape {list(x.shape)}; backend='triton' norms one row or more; use backend='torch'")
     if backend == "triton" and x.shape[-1] > LARGEST:
         raise ValueError(f"x has {x.shape[-1]} channels: backend='triton' norms at most {LARGEST}; use backend='torch'")
 

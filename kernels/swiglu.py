@@ -38,5 +38,7 @@ def swiglu_linear(x: Tensor, weight: Tensor, backend: str = "torch", read: bool 
 
 def _check(x: Tensor, backend: str) -> None:
     check_backend(backend, x, "x")
+    if not x.numel():
+        raise ValueError(f"x is empty: shape {list(x.shape)}")
     if x.shape[-1] % 2:
         raise ValueError(f"x has shape {list(x.shape)}: its last axis must be two halves")

@@ -309,10 +309,12 @@ def test_swiglu_and_its_product_have_the_bits_of_the_two_apart():
         (lambda x: rms_norm(x, torch.ones(24), 1e-6, "reference"), ["backend='reference'"]),
         (lambda x: rms_norm(x.double(), torch.ones(24), 1e-6, "triton"), ["x is torch.float64", "backend='torch'"]),
         (lambda x: rms_norm(x.expand(2, 24).reshape(1, -1).repeat(1, 200), torch.ones(9600), 1e-6, "triton"), ["x has 9600", "8192"]),
+        (lambda x: rms_norm(x[:0], torch.ones(24), 1e-6, "triton"), ["x is empty", "[0, 24]"]),
         (lambda x: gated_rms_norm(x, x, torch.ones(24), 1e-6, torch.zeros(24)), ["bias", "[24]"]),
         (lambda x: residual_rms_norm(x, x[:1, :1], torch.ones(24), 1e-6), ["x is", "[1, 1]"]),
         (lambda x: channel_decay(x[None, None], torch.ones(2), torch.zeros(1, 24)), ["A_log", "[1]", "[2]"]),
         (lambda x: swiglu(x[:, :23]), ["x", "[1, 23]"]),
+        (lambda x: swiglu(x[:0]), ["x is empty", "[0, 24]"]),
         (lambda x: swiglu_linear(x, torch.ones(5, 24)), ["weight", "[5, 24]", "[D, 12]"]),
     ],
 )

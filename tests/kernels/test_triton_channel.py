@@ -103,6 +103,18 @@ def test_decay_in_16_bits(dtype, case, assert_close):
     assert_close({"o": one.call(t, "triton")[0]}, {"o": outputs(one, "reference", torch.float64)["o"]}, TOLERANCE)
 
 
+def test_head_sizes_that_are_whole_16_bytes_in_one_dtype_only(case, errors):
+    """20 channels are in fp32 and not in 16 bits: q, k and the decay get the same zero channels. (d of a 16-bit decay is rounded to it.)"""
+    one = case("pkda", 3, B=1, H=2, K=20, V=16).rounded(torch.float16)
+    t = {n: x.to(DEVICE, torch.float16 if n == "decay" else torch.float32).requires_grad_() for n, x in one.tensors.items()}
+    o, (s, a) = one.call(t, "triton")
+    outputs = {"o": o, "s": s, "a": a}
+    loss = sum((x.double() * one.weights[n].to(DEVICE)).sum() for n, x in outputs.items())
+    got = outputs | {f"d{n}": g for n, g in zip(t, torch.autograd.grad(loss, list(t.values())), strict=True)}
+    found = errors(got, one.run("reference"))
+    assert all(error <= (1e-3 if n == "ddecay" else TOLERANCE) for n, error in found.items()), found
+
+
 def test_chunks_of_64_rows(case, assert_close, monkeypatch):
     """The height that 16-bit inputs have: one level more."""
     monkeypatch.setattr("kernels.chunk_triton.chunk_rows", lambda k: 64)
