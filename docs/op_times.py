@@ -2,7 +2,9 @@
 
     python docs/op_times.py docs/op_times.png
 
-The figures are those of the README's table and its sources, milliseconds at B = 1, 8 heads of 128 channels, bf16, one H200.
+The figures are those of the README's tables, milliseconds at B = 1, 8 heads of 128 channels, bf16, one H200. Single calls, which the host
+bounds at short lengths, and replayed graphs, which are the card's own time, are compared each with its like; the peer's calls at 32,768
+tokens are of a run of its own.
 """
 
 import sys
@@ -12,24 +14,36 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-LENGTHS = (2048, 8192, 32768)
-OURS = {"PGDN": (0.410, 0.670, 2.179), "PKDA": (0.524, 1.169, 3.971)}  # replayed graphs
-PEER = {"PGDN": (4.19, 2.80, 6.44), "PKDA": (4.21, 2.94, 10.23)}  # flash-linear-attention 0.6.0, single calls
+SERIES = {  # tokens: ms
+    "PGDN": {
+        "this project, graphs": {2048: 0.410, 8192: 0.670, 32768: 2.179},
+        "flash-linear-attention 0.6.0, graphs": {2048: 0.50},
+        "this project, calls": {2048: 1.22, 8192: 1.76},
+        "flash-linear-attention 0.6.0, calls": {2048: 2.77, 8192: 3.16, 32768: 6.44},
+    },
+    "PKDA": {
+        "this project, graphs": {2048: 0.524, 8192: 1.169, 32768: 3.971},
+        "flash-linear-attention 0.6.0, graphs": {2048: 0.78},
+        "this project, calls": {2048: 1.69, 8192: 1.75},
+        "flash-linear-attention 0.6.0, calls": {2048: 3.99, 8192: 3.66, 32768: 10.23},
+    },
+}
+STYLES = ("C0o-", "C1o", "C0s--", "C1s--")
 
 
 def main(path: str) -> None:
-    _, axes = plt.subplots(figsize=(6, 3.6))
-    for number, name in enumerate(OURS):
-        axes.loglog(LENGTHS, OURS[name], "o-", base=2, color=f"C{number}", label=f"{name}, this project, graph")
-        axes.loglog(LENGTHS, PEER[name], "s--", base=2, color=f"C{number}", label=f"{name}, flash-linear-attention 0.6.0, calls")
-    axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
-    axes.set_yticks((0.5, 1, 2, 4, 8), ("0.5", "1", "2", "4", "8"))
-    axes.set_xlabel("tokens of one sequence")
-    axes.set_ylabel("forward + backward, ms")
-    axes.legend(fontsize=7)
-    axes.grid(alpha=0.3)
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+    figure, axes = plt.subplots(1, 2, figsize=(8.5, 3.6), sharey=True, constrained_layout=True)
+    for ax, (name, series) in zip(axes, SERIES.items(), strict=True):
+        for style, (label, points) in zip(STYLES, series.items(), strict=True):
+            ax.loglog(list(points), list(points.values()), style, base=2, label=label)
+        ax.set_xticks((2048, 8192, 32768), ("2,048", "8,192", "32,768"))
+        ax.set_yticks((0.5, 1, 2, 4, 8), ("0.5", "1", "2", "4", "8"))
+        ax.set_title(name, fontsize=10)
+        ax.set_xlabel("tokens of one sequence")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("forward + backward, ms")
+    axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
