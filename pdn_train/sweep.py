@@ -13,9 +13,10 @@ A sweep file names a configuration and what varies:
 
 Runs are `python -m pdn_train.train` with these overrides, N at once (--jobs), on the GPUs in turn (--gpus; 0: as the configuration says),
 the first seed of everything first. What is done is not done again, and what was interrupted goes on from its checkpoint: the same command
-resumes. After M minutes no run is started and those that go on are told to stop (they write a checkpoint). A run that fails is named with
-its log and what that says, and the others go on; but where the first run of the sweep to end cannot run here (exit code 2) no more are
-started, for they would meet the same.
+resumes. Where a run's folder holds validations under other settings (`pdn_train.deciding`, less resume.allow) the sweep is refused before
+anything starts: they are neither counted nor trained over. After M minutes no run is started and those that go on are told to stop (they
+write a checkpoint). A run that fails is named with its log and what that says, and the others go on; but where the first run of the sweep
+to end cannot run here (exit code 2) no more are started, for they would meet the same.
 
 Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
 its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
@@ -44,6 +45,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pdn_train import config
 from pdn_train.compare import compare, table
 from pdn_train.config import Config, ConfigError
+from pdn_train.deciding import differences
 from pdn_train.explain import explain
 from pdn_train.files import parse_line, write_whole
 from pdn_train.rundir import RunDir
@@ -127,6 +129,29 @@ def _read(path: str | Path) -> Sweep:
         return Sweep.model_validate(tree)
     except ValidationError as error:
         raise SweepError(f"{path}: {explain(error, list(Sweep.model_fields))}") from None
+
+
+def require_same_settings(runs: list[Run]) -> None:
+    """Raise SweepError where a run's folder holds validations under other settings than the run's, but for the keys in its resume.allow."""
+    others = {run.folder: found for run in runs if (found := _differences(run))}
+    if not others:
+        return
+    folder, found = next(iter(others.items()))
+    named = "; ".join(f"{key}: {text}" for key, text in found.items())
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    raise SweepError(
+        f"{folder}{more} holds results under other settings: {named}. They are neither counted nor trained over: give the same settings "
+        "(and --set) again, take another --folder (or `folder:`), or remove these; if this is meant, "
+        f"--set 'resume.allow=[{', '.join(found)}]'"
+    )
+
+
+def _differences(run: Run) -> dict[str, str]:
+    run_dir = RunDir(run.folder)
+    if not run_dir.config.exists() or not run_dir.validation.exists() or not run_dir.validation.read_text().strip():
+        return {}
+    found = differences(run_dir.config, run.settings)
+    return {key: text for key, text in found.items() if key not in run.settings.resume.allow}
 
 
 # ---- running ----
@@ -255,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         only = {name for name in a.only.split(",") if name}
         if unknown := only - sweep.settings.keys() - sweep.variants.keys():
             raise SweepError(f"--only {sorted(unknown)[0]}: there are {', '.join([*sweep.settings, *sweep.variants])}")
+        require_same_settings(runs)
     except (SweepError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import pytest
 
 from pdn_train import estimate, sweep
 from pdn_train.compare import compare, table
+from pdn_train.config import dump
 from pdn_train.sweep import Runner
 
 FOLDER = Path(__file__).resolve().parents[2] / "yaml"
@@ -178,6 +179,60 @@ def test_a_run_is_trained_for_real(file, tmp_path):
     made = json.loads((tmp_path / "runs/summary.json").read_text())
     accuracy = json.loads(lines[-1])["tasks"]["mqar"]["accuracy"]
     assert made["settings"]["short"]["variants"]["pgdn"]["values"]["1"] == accuracy
+
+
+@pytest.fixture
+def recorded(file, tmp_path) -> Path:
+    """One done run, with the record that a trainer leaves; the run's folder."""
+    _, runs = sweep.load(file, None, [])
+    folder = runs[0].folder
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(runs[0].settings))
+    (folder / "validation.jsonl").write_text(json.dumps({"step": 2, "tasks": {"mqar": {"accuracy": 0.5}}}) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("more", [[], ["--summary"], ["--only", "pgdn"]])
+def test_results_under_other_settings_are_neither_counted_nor_trained_over(file, recorded, trained, capsys, more):
+    """For a changed base and for --set; nothing is written."""
+    base = file.with_name("base.yaml")
+    base.write_text(base.read_text().replace("steps: 2", "steps: 4"))
+    assert sweep.main([str(file), "--set", "optim.lr=0.5", *more]) == 2 and trained == []
+    said = capsys.readouterr().err
+    assert f"error: {recorded} holds results under other settings: optim.lr: 0.01 then, 0.5 now; train.steps: 2 then, 4 now. " in said
+    assert "another --folder" in said and "'resume.allow=[optim.lr, train.steps]'" in said
+    assert sorted(p.name for p in recorded.iterdir()) == ["config.yaml", "validation.jsonl"]
+    assert not (file.parent / "runs" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["train.micro_batch=2", "train.device=auto", "checkpoint.every=1", "parallel.zero=2", "eval.every=2"],
+        ["train.seed=7"],  # the sweep's own comes after it
+        ["optim.lr=0.5", "data.mqar_examples=32", "resume.allow=[optim.lr, data.mqar_examples]"],
+    ],
+)
+def test_what_decides_nothing_or_is_allowed_may_differ(file, recorded, trained, extra):
+    arguments = [part for item in extra for part in ("--set", item)]
+    assert sweep.main([str(file), *arguments]) == 1 and len(trained) == 11  # all but the done one; pgdn's seed 3 fails
+
+
+def test_a_record_without_newer_keys_and_with_older_ones(file, recorded, trained, capsys):
+    """What the file lacks did what its default does; a key that there no longer is decides nothing."""
+    record = recorded / "config.yaml"
+    text = record.read_text()
+    assert "  decay_all: false\n" in text and "  betas:\n" in text
+    record.write_text(text.replace("  decay_all: false\n", "  decay_some: 1\n").replace("init_from: null\n", ""))
+    assert sweep.main([str(file), "--summary"]) == 0
+    assert sweep.main([str(file), "--summary", "--set", "optim.decay_all=true"]) == 2
+    assert "optim.decay_all: False then, True now" in capsys.readouterr().err
+
+
+def test_a_run_without_validations_is_the_trainer_s_to_judge(file, recorded, trained):
+    (recorded / "validation.jsonl").write_text("")
+    assert sweep.main([str(file), "--set", "optim.lr=0.5", "--minutes", "0"]) == 0
 
 
 def test_the_configuration_of_one_run_is_named_as_that(tmp_path, capsys):
