@@ -91,7 +91,7 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
     """
     here = {"size": world.size, "sequence": world.sequence, "zero": config.parallel.zero, "flat": config.flat_zero}
     then, there = saved.state["config"], saved.state["world"]
-    # Before state.json said "flat", stage 2 in bf16 was DeepSpeed's own optimizer, whose partitions hold the weights in another order
+    # Before state.json said "flat", stage 2 in bf16 was DeepSpeed's own optimizer, whose files are laid out by other rules
     flat = there.get("flat", there["zero"] == 1 and then["train"]["precision"] == "bf16")
     same_layout = there["size"] == here["size"] and flat == here["flat"] and (flat or there["zero"] == here["zero"])
     same_groups = then["optim"]["decay_all"] == config.optim.decay_all  # which parameters lie side by side

@@ -3,9 +3,9 @@
 sums, steps: a case is the micro-batches a step and the ranks a sequence; for each stage the first step's sums of gradients are compared
 (error of stage 2's relative to stage 1's, both ranks together), and told are all steps' [loss, norm, skipped] and whether the weights and
 masters at the end have the same bits. bytes: by stage, of all fp32 tensors alive on this rank after a step, and of a whole one of the
-weights' number. padding: numbers that fill up each flat tensor. gathered: whether the masters in stage 2's files round to its weights.
-old: the steps of DeepSpeed's own optimizer for stage 2, uninterrupted, and from its checkpoint in FOLDER as it was before state.json said
-"flat".
+weights' number. padding: numbers that fill up each flat tensor. gathered: whether stage 2's files name it, and their masters round to its
+weights. old: the steps of DeepSpeed's own optimizer for stage 2, uninterrupted, and from its checkpoint in FOLDER as it was before
+state.json said "flat".
 """
 
 from __future__ import annotations
@@ -94,7 +94,11 @@ def gathered(folder: Path, world: World) -> bool:
     checkpoints.save(engine, Progress(1), config, {})
     checkpoints.finish()
     found = gather_fp32_weights(newest(folder))
-    return all(found[name].dtype == torch.float32 and torch.equal(found[name].bfloat16(), p) for name, p in engine.model.named_parameters())
+    files = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in newest(folder).glob("*_optim_states.pt")]
+    named = [file["zero_stage"] for file in files] == [2, 2]
+    return named and all(
+        found[name].dtype == torch.float32 and torch.equal(found[name].bfloat16(), p) for name, p in engine.model.named_parameters()
+    )
 
 
 def padding(world: World) -> list[int]:
@@ -106,7 +110,7 @@ def padding(world: World) -> list[int]:
 
 
 def from_before(folder: Path, world: World) -> dict[str, list]:
-    config, ours = config_for(2, "bf16", world), Config.flat_zero
+    config, ours = small(2, 2, world), Config.flat_zero
     Config.flat_zero = property(lambda self: False)
     engine = engine_for(config, world, seed=0)
     kind = type(engine._engine.optimizer).__name__

@@ -248,7 +248,7 @@ def test_rank_0_alone_tells_what_differs_and_of_the_conversion(root, monkeypatch
         ("bf16", 2, False, 3, "universal"),
         ("bf16", 1, True, 1, "direct"),
         ("bf16", 1, True, 2, "direct"),
-        ("bf16", 2, True, 2, "universal"),  # DeepSpeed's own optimizer, whose files are others
+        ("bf16", 2, True, 2, "universal"),  # of DeepSpeed's own optimizer
         ("bf16", 2, True, 1, "universal"),
         ("bf16", 3, True, 3, "direct"),
         ("fp32", 1, True, 2, "universal"),
