@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 import re
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdn_train.generate import generate
@@ -59,33 +60,64 @@ class Prompt:
     answer: str
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """What a prompt asks for and where it hides it; a function of seed, variant, length and number."""
+
+    variant: str
+    kind: str
+    key: str
+    value: str
+    place: float
+
+    def ids(self, amount: int, prose: str, tokenizer: Tokenizer) -> list[int]:
+        """The prompt around so much text: lines of niah_1, words of the others."""
+        needle = NEEDLE.format(kind=self.kind, key=self.key, value=self.value)
+        context = _repeated(amount, self.place, needle) if self.variant == "niah_1" else _prose(prose, amount, self.place, needle)
+        return tokenizer.encode(INSTRUCTION.format(kind=self.kind, key=self.key, context=context))
+
+
 def prompts(variant: str, length: int, count: int, tokenizer: Tokenizer, seed: int, prose: str) -> list[Prompt]:
-    """`count` prompts of at most `length` - 128 tokens each, a function of the arguments alone. Raises NiahError where none fits."""
-    made, units = [], None
+    """`count` prompts of at most `length` - 128 tokens each, a function of the arguments alone. Raises NiahError as `check` does."""
+    check(variant, length, count, tokenizer, seed, prose)
+    made, units, limit = [], None, length - ANSWER_TOKENS
+    for drawn in _draw(variant, length, count, seed):
+        units = _most(lambda amount, drawn=drawn: drawn.ids(amount, prose, tokenizer), limit) if units is None else units
+        amount, whole = units, drawn.ids(units, prose, tokenizer)
+        while len(whole) > limit:  # another key or value may take a token more
+            amount -= 1
+            whole = drawn.ids(amount, prose, tokenizer)
+        made.append(Prompt(whole, drawn.value))
+    return made
+
+
+def check(variant: str, length: int, count: int, tokenizer: Tokenizer, seed: int, prose: str) -> None:
+    """Raise NiahError, with the smallest length that fits, where one of the prompts has no room for any text."""
+
+    def needed(length: int) -> int:
+        """By the keys and values that are drawn for a length."""
+        return ANSWER_TOKENS + max(len(drawn.ids(1, prose, tokenizer)) for drawn in _draw(variant, length, count, seed))
+
+    if needed(length) > length:
+        fits = needed(length)
+        while needed(fits) > fits:
+            fits += 1
+        raise NiahError(
+            f"{variant} needs a length of at least {fits} tokens, {ANSWER_TOKENS} of them for the answer, not {length}: set --lengths so "
+            "(while training: data.seq_len)"
+        )
+
+
+def _draw(variant: str, length: int, count: int, seed: int) -> Iterator[_Drawn]:
     for number in range(count):
         draw = random.Random(f"{seed} {variant} {length} {number}")
         kind, key = KINDS[variant], f"{draw.choice(FIRST.split())}-{draw.choice(SECOND.split())}"
         value = str(draw.randint(10**6, 10**7 - 1)) if kind == "number" else str(uuid.UUID(int=draw.getrandbits(128), version=4))
-        place, needle = draw.random(), NEEDLE.format(kind=kind, key=key, value=value)
-
-        def ids(amount: int, place: float = place, needle: str = needle, kind: str = kind, key: str = key) -> list[int]:
-            context = _repeated(amount, place, needle) if variant == "niah_1" else _prose(prose, amount, place, needle)
-            return tokenizer.encode(INSTRUCTION.format(kind=kind, key=key, context=context))
-
-        limit = length - ANSWER_TOKENS
-        units = _most(ids, limit) if units is None else units
-        amount, whole = units, ids(units)
-        while len(whole) > limit:  # another key or value may take a token more
-            amount -= 1
-            whole = ids(amount)
-        made.append(Prompt(whole, value))
-    return made
+        yield _Drawn(variant, kind, key, value, draw.random())
 
 
-def _most(ids, limit: int) -> int:
-    """The largest amount of text whose prompt has at most `limit` tokens."""
-    if len(ids(1)) > limit:
-        raise NiahError(f"a prompt takes {len(ids(1))} tokens without any text, more than the length less {ANSWER_TOKENS}, {limit}")
+def _most(ids: Callable[[int], list[int]], limit: int) -> int:
+    """The largest amount of text whose prompt has at most `limit` tokens; 1 fits."""
     low, high = 1, 2
     while len(ids(high)) <= limit:
         low, high = high, 2 * high

@@ -108,34 +108,52 @@ def perplexity(subject: Subject, options: Options) -> dict:
 
 def recall(subject: Subject, options: Options) -> dict:
     """Task mqar: the accuracy at each length, and over all of them."""
-    settings, vocab = subject.settings, subject.model.config.vocab_size
-    pairs = options.pairs or settings.get("mqar_pairs") or PAIRS
-    lengths = options.lengths or ((settings["seq_len"],) if "seq_len" in settings else ())
-    if not lengths:
-        raise EvaluationError(f"{subject.name} has no data.seq_len: name the examples' lengths with --lengths")
+    pairs, lengths = recall_lengths(subject, options)
+    vocab, seed = subject.model.config.vocab_size, subject.settings.get("seed", 0)
     count = mqar.VALIDATION if options.samples is None else options.samples
     found = {}
     for length in lengths:
-        mqar.check(pairs, length, vocab, "--pairs", "--lengths")
-        examples = mqar.Examples(pairs, count, length, vocab, settings.get("seed", 0), "validation")
+        examples = mqar.Examples(pairs, count, length, vocab, seed, "validation")
         found[str(length)] = mqar.accuracy(subject.model, examples, count, options.device)
     return {"pairs": pairs, "samples": count, "accuracy": sum(found.values()) / len(found), "lengths": found}
 
 
+def recall_lengths(subject: Subject, options: Options) -> tuple[int, tuple[int, ...]]:
+    """The pairs and lengths of task mqar. Raises EvaluationError and MqarError where there are none or they do not go together."""
+    settings = subject.settings
+    pairs = options.pairs or settings.get("mqar_pairs") or PAIRS
+    lengths = options.lengths or ((settings["seq_len"],) if "seq_len" in settings else ())
+    if not lengths:
+        raise EvaluationError(f"{subject.name} has no data.seq_len: name the examples' lengths with --lengths")
+    for length in lengths:
+        mqar.check(pairs, length, subject.model.config.vocab_size, "--pairs", "--lengths")
+    return pairs, lengths
+
+
 def needle(variants: tuple[str, ...], subject: Subject, options: Options) -> dict:
     """Task niah: the accuracy of each variant at each length, and over all of them."""
-    if subject.tokenizer is None:
-        raise EvaluationError(f"{subject.name} has no tokenizer.model: put the one its shards were made with there")
-    prose = "" if variants == ("niah_1",) else _prose(subject, options)
-    count = 500 if options.samples is None else options.samples
+    count, prose, lengths = needle_lengths(variants, subject, options)
     found: dict = {}
     for variant in variants:
-        for length in options.lengths or (512, 1024, 2048, 4096, 8192):
+        for length in lengths:
             asked = niah.prompts(variant, length, count, subject.tokenizer, options.seed, prose)
             share = niah.score(subject.model, subject.tokenizer, asked, options.micro_batch)
             found.setdefault(variant, {})[str(length)] = share
     every = [share for by_length in found.values() for share in by_length.values()]
     return {"samples": count, "accuracy": sum(every) / len(every), **found}
+
+
+def needle_lengths(variants: tuple[str, ...], subject: Subject, options: Options) -> tuple[int, str, tuple[int, ...]]:
+    """The number of prompts, text and lengths of task niah. Raises EvaluationError and NiahError where no such prompts can be made."""
+    if subject.tokenizer is None:
+        raise EvaluationError(f"{subject.name} has no tokenizer.model: put the one its shards were made with there")
+    prose = "" if variants == ("niah_1",) else _prose(subject, options)
+    count = 500 if options.samples is None else options.samples
+    lengths = options.lengths or (512, 1024, 2048, 4096, 8192)
+    for variant in variants:
+        for length in lengths:
+            niah.check(variant, length, count, subject.tokenizer, options.seed, prose)
+    return count, prose, lengths
 
 
 def _harness(name: str, tasks: tuple[str, ...] | None, subject: Subject, options: Options) -> dict:
@@ -162,6 +180,13 @@ TASKS: dict[str, Callable[[Subject, Options], dict]] = {
     "commonsense": partial(_harness, "commonsense", COMMONSENSE),
     "recall": partial(_harness, "recall", RECALL),
     "harness": partial(_harness, "harness", None),
+}
+
+# task -> what raises where its lengths do not do: asked of all tasks before the first one takes its time
+LENGTHS: dict[str, Callable[[Subject, Options], object]] = {
+    "mqar": recall_lengths,
+    "niah": partial(needle_lengths, tuple(niah.KINDS)),
+    **{variant: partial(needle_lengths, (variant,)) for variant in niah.KINDS},
 }
 
 
@@ -211,8 +236,11 @@ def check(tasks: list[str], options: Options) -> None:
 
 
 def run_tasks(subject: Subject, tasks: list[str], options: Options) -> dict:
-    """{task: its result}. Raises EvaluationError for what a task cannot do."""
+    """{task: its result}. Raises EvaluationError for what a task cannot do; for lengths before any task runs."""
     try:
+        for task in tasks:
+            if task in LENGTHS:
+                LENGTHS[task](subject, options)
         return {task: TASKS[task](subject, options) for task in tasks}
     except (MqarError, NiahError) as error:
         raise EvaluationError(str(error)) from error

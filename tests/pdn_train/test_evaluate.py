@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -177,6 +178,22 @@ def test_mqar_on_a_model_of_language_has_64_pairs(run, capsys):
     arguments = ["--tasks", "mqar", "--lengths", "256", "--samples", "1", "--device", "cpu"]
     assert evaluate.main([str(run[0]), *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["mqar"]["pairs"] == 64
+
+
+@pytest.mark.parametrize(
+    "lengths, message",
+    [
+        ("256", r"error: niah_1 needs a length of at least \d+ tokens, 128 of them for the answer, not 256: set --lengths so"),
+        ("480,256", r"not 256: set --lengths so"),
+        ("255", r"error: 64 pairs need an even length of at least 256 tokens, not 255: set --lengths so"),
+    ],
+)
+def test_lengths_are_refused_before_any_task_runs(run, monkeypatch, capsys, lengths, message):
+    for task in ("ppl", "mqar", "niah_1"):
+        monkeypatch.setitem(TASKS, task, lambda subject, options: pytest.fail("a task ran"))
+    arguments = ["--tasks", "ppl,mqar,niah_1", "--samples", "3", "--device", "cpu", "--lengths", lengths]
+    assert evaluate.main([str(run[0]), *arguments]) == 1
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_needles_at_every_length_and_into_tensorboard(run, monkeypatch, capsys):

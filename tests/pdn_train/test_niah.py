@@ -78,9 +78,15 @@ def test_prose_that_is_short_is_repeated(tokenizer):
     assert context.count("It was so.") > 3
 
 
-def test_a_length_without_room_is_refused(tokenizer):
-    with pytest.raises(NiahError, match="a prompt takes .* tokens without any text, more than the length less 128, 72"):
-        prompts("niah_1", 200, 1, tokenizer, 0, "")
+@pytest.mark.parametrize("variant", ["niah_1", "niah_3"])
+def test_a_length_without_room_is_refused_with_the_smallest_that_has_some(variant, tokenizer, prose):
+    with pytest.raises(NiahError) as caught:
+        prompts(variant, 200, 20, tokenizer, 0, prose)
+    said = re.match(rf"{variant} needs a length of at least (\d+) tokens, 128 of them .*, not 200: set --lengths so", str(caught.value))
+    fits = int(said[1])
+    assert all(len(prompt.ids) <= fits - 128 for prompt in prompts(variant, fits, 20, tokenizer, 0, prose))
+    with pytest.raises(NiahError, match=f"not {fits - 2}: "):
+        prompts(variant, fits - 2, 20, tokenizer, 0, prose)
 
 
 def test_the_score_is_the_share_that_holds_the_answer(monkeypatch, tokenizer, prose):
