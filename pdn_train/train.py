@@ -1,7 +1,8 @@
 """One training run: `torchrun --nproc-per-node N -m pdn_train.train yaml/X.yaml [section.key=value ...]`.
 
 Builds each part by name, resumes from the newest whole checkpoint of run_dir, then loops. Exits 0 when done, 75 when it was asked to stop
-and wrote a checkpoint, 2 for a configuration that cannot run, 1 for anything else. `--dry-run` prints what would run and starts nothing.
+and wrote a checkpoint, 2 for a configuration that cannot run, 1 for anything else. `--dry-run` prints what would run and starts nothing;
+its last lines say what of the data would stop the run, with exit code 0 where a folder is only missing and 2 where it does not fit.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Progress, Saved
 from pdn_train.config import Config, ConfigError, dump, load
-from pdn_train.data import Samples, check_same_tokenizer, check_tokenizer_file, open_samples
+from pdn_train.data import Samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.heartbeat import begin_attempt
 from pdn_train.loop import Loop, build_loader, finished_at
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
-from pdn_train.mqar import MqarError, open_examples
+from pdn_train.mqar import MqarError
 from pdn_train.nodecheck import NodeError, check_nodes
 from pdn_train.profiling import Profiler
+from pdn_train.readable import data_faults, open_all, tell_faults
 from pdn_train.resume import newest_whole, require_same_run, restore
 from pdn_train.rundir import Lease, RunDir, RunDirError
 from pdn_train.saving import Checkpoints, WriteError, require_space
@@ -110,20 +112,7 @@ def stopped(step: int, stop: StopRequest) -> str:
 
 def open_data(config: Config, world: World) -> tuple[Samples, Samples | None]:
     """The training samples, and the validation samples where they are wanted. Every rank opens and checks the shards."""
-
-    def act() -> tuple[Samples, Samples | None]:
-        data = config.data
-        if data.mqar_pairs:
-            return open_examples(config)
-        samples = open_samples(data.path, data.seq_len, data.seed, config.model.vocab_size)
-        check_tokenizer_file(samples)
-        if not config.eval.every:
-            return samples, None
-        validation = open_samples(data.val_path, data.seq_len, data.seed, config.model.vocab_size, sequential=True)
-        check_same_tokenizer(samples, validation)
-        return samples, validation
-
-    return world.each(act)
+    return world.each(lambda: open_all(config))
 
 
 def resumed(saved: Saved, config: Config) -> Progress:
@@ -285,8 +274,8 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            print(dry_run(config, config.launch.ranks))
-            return 0
+            print(dry_run(config, config.launch.ranks), flush=True)
+            return tell_faults(*data_faults(config))
         return start(config, stop or StopRequest())
     except ConfigError as error:
         if own_rank() == 0:

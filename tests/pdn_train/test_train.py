@@ -368,5 +368,8 @@ def test_dry_run_starts_nothing(write):
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "data.path=data/nope"))
     for part in ("parameters", "FLOPs", "memory", '"train_micro_batch_size_per_gpu": 2', '"gradient_accumulation_steps": 2'):
         assert part in said
-    assert "data/nope is not a folder" in said and "tokens, validation" in said
+    assert said.count("data/nope is not a folder") == 2 and "tokens, validation" in said
+    assert said.splitlines()[-1].startswith("the run would stop here for want of its data: data/nope is not a folder")
     assert not run_dir(config).exists()
+    said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "model.vocab_size=300"), 2)
+    assert said.splitlines()[-1].endswith("set model.vocab_size to at least 512") and said.splitlines()[-1].startswith("error: ")
