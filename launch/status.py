@@ -51,7 +51,7 @@ def status(path: Path) -> Status:
     """Raises ConfigError where the folder is no run's."""
     run_dir = RunDir(path)
     if not run_dir.config.exists():
-        raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
+        raise ConfigError(f"{path} is not a run folder: it has no config.yaml" + _sweep_here(path))
     steps = load(run_dir.config).train.steps
     attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     words = read_words(attempt) if attempt is not None else []
@@ -74,6 +74,15 @@ def status(path: Path) -> Status:
         heard_seconds=heard,
         refused=newest_refusal(run_dir.heartbeats) if attempt is not None and refusal(attempt) is None else None,
     )
+
+
+def _sweep_here(path: Path) -> str:
+    """What to ask instead where the folder is that of `pdn_train.sweep`: its runs are FOLDER/SETTING/VARIANT/CHOICE/seed_N."""
+    one = next(path.glob("*/*/*/seed_*/config.yaml"), None)
+    if one is None and not (path / "summary.json").exists():
+        return ""
+    runs = "" if one is None else f", or for one of its runs {one.parent}"
+    return f"; it is a sweep's, for `python -m pdn_train.sweep SWEEP.yaml --folder {path} --summary`{runs}"
 
 
 def job_of(made: list[Submission], attempt: Path | None, said: str) -> tuple[str | None, str, int]:
@@ -171,10 +180,11 @@ def _newest_checkpoint(root: Path) -> Path | None:
 
 
 def _finished(words: list[Word], logged: int | None, checkpoint: Path | None) -> int | None:
-    """By the ranks' own words; before they know it, or without any, by what the starts before have left."""
+    """By the ranks' own words, which may be some seconds older than the last line in metrics.jsonl; before they know it, or without any, by
+    what the starts before have left."""
     told = max((word.step for word in words), default=-1)
-    left = [logged, None if checkpoint is None else step_of(checkpoint)]
-    return told if told >= 0 else max((step for step in left if step is not None), default=None)
+    known = [logged, told if told >= 0 or checkpoint is None else step_of(checkpoint)]
+    return max((step for step in known if step is not None and step >= 0), default=None)
 
 
 def _of(step: int | None, steps: int | None) -> str:

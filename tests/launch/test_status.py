@@ -63,8 +63,9 @@ def test_a_running_run(run, capsys):
         ([replace(ME, step=29, started="0"), replace(ME, step=30, started="0")], 30),  # killed; it goes on from 27
         ([replace(ME, step=-1)] * 2, 27),  # starts again
         ([], 27),
+        ([replace(ME, step=16)] * 2, 20),  # said seconds ago, before the line was written
     ],
-    ids=["stopped", "killed", "starting", "no words"],
+    ids=["stopped", "killed", "starting", "no words", "older words"],
 )
 def test_a_run_stopped_after_its_last_line_in_metrics(run, capsys, words, step):
     """Its checkpoint is of a later step; loss and speed are the line's, and say so, in the table too."""
@@ -231,3 +232,16 @@ def test_one_that_is_no_run_does_not_hide_the_others(run, tmp_path, capsys):
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err
+
+
+def test_a_sweep_s_folder_is_named_as_that(tmp_path, capsys):
+    seed = tmp_path / "64x256" / "gdn" / "only" / "seed_1"
+    seed.mkdir(parents=True)
+    assert status.main([str(tmp_path)]) == 2 and "sweep" not in capsys.readouterr().err
+    (seed / "config.yaml").touch()
+    assert status.main([str(tmp_path)]) == 2
+    command = f"`python -m pdn_train.sweep SWEEP.yaml --folder {tmp_path} --summary`"
+    assert capsys.readouterr().err.endswith(f"it has no config.yaml; it is a sweep's, for {command}, or for one of its runs {seed}\n")
+    (seed / "config.yaml").unlink()
+    (tmp_path / "summary.json").touch()
+    assert status.main([str(tmp_path)]) == 2 and capsys.readouterr().err.endswith(command + "\n")
