@@ -66,7 +66,7 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
     keys += ["data.seq_len", "data.seed", "data.reset_at_documents", "train.global_batch", "train.seed", "train.precision"]
     differing = [f"{key}: {_get(then, key)!r} then, {_get(now, key)!r} now" for key in keys if _get(then, key) != _get(now, key)]
     if saved.state["data"] != data:
-        differing.append(f"data.path: {_data_difference(saved.state['data'], data)}")
+        differing.append(f"data.path: {_climb_difference(saved.state, now, data) or _data_difference(saved.state['data'], data)}")
     allowed = [key for key in config.resume.allow if key not in SHAPES]
     refused = [text for text in differing if text.partition(":")[0] not in allowed]
     if refused:
@@ -120,3 +120,12 @@ def _get(tree: dict, key: str) -> object:
 def _data_difference(then: dict, now: dict) -> str:
     differing = [f"{key} {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     return ", ".join(differing)
+
+
+def _climb_difference(state: dict, now: dict, data: dict) -> str | None:
+    """Where nothing but train.steps has changed the samples of `pdn_train.mqar`: the keys by which it does; otherwise None."""
+    then, climb = state["data"].get("mqar", {}), data.get("mqar", {})
+    before, after = state["config"]["train"]["steps"], now["train"]["steps"]
+    if before == after or {key for key in {*then, *climb} if then.get(key) != climb.get(key)} != {"rows each"}:
+        return None
+    return f"train.steps: {before} then, {after} now, and with data.mqar_fewest={now['data']['mqar_fewest']} the samples depend on it"

@@ -221,6 +221,23 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
         require_same_run(saved, config(optim={"lr": 1e-3}), DATA, WORLD)
 
 
+def test_more_steps_of_a_climb_are_named_as_that(root):
+    """The samples of data.mqar_fewest depend on train.steps; where more than that differs, all of it is named."""
+    save(root, 10)
+    saved = newest_whole(root, WORLD)
+    saved.state["data"] = {"mqar": {"pairs": 8, "climb": [4, 8], "rows each": 224}}
+    longer = {"train": {"steps": 9000}, "data": {"path": None, "seq_len": 2048, "mqar_pairs": 8, "mqar_fewest": 4}}
+    data = {"mqar": {"pairs": 8, "climb": [4, 8], "rows each": 480}}
+    said = r"another run: data.path: train.steps: 3000 then, 9000 now, and with data.mqar_fewest=4 the samples depend on it\. "
+    with pytest.raises(CheckpointError, match=said):
+        require_same_run(saved, config(**longer), data, WORLD)
+    require_same_run(saved, config(**longer, resume={"allow": ["data.path"]}), data, WORLD)
+    with pytest.raises(CheckpointError, match="data.path: mqar .*'rows each': 224"):
+        require_same_run(saved, config(**longer), {"mqar": {**data["mqar"], "climb": [2, 4, 8]}}, WORLD)
+    with pytest.raises(CheckpointError, match="data.path: mqar .*'rows each': 224"):
+        require_same_run(saved, config(data=longer["data"]), data, WORLD)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_tells_what_differs_and_of_the_conversion(root, monkeypatch, caplog, rank):
     """Onto two ranks at stage 2, with more steps and an optim.lr that may differ."""
