@@ -237,7 +237,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
 def test_a_sweep_s_folder_is_named_as_that(tmp_path, capsys):
     seed = tmp_path / "64x256" / "gdn" / "only" / "seed_1"
     seed.mkdir(parents=True)
-    assert status.main([str(tmp_path)]) == 2 and "sweep" not in capsys.readouterr().err
+    assert status.main([str(tmp_path)]) == 2 and capsys.readouterr().err.endswith("it has no config.yaml\n")
     (seed / "config.yaml").touch()
     assert status.main([str(tmp_path)]) == 2
     command = f"`python -m pdn_train.sweep SWEEP.yaml --folder {tmp_path} --summary`"
