@@ -281,6 +281,9 @@ def main(argv: list[str] | None = None) -> int:
         if unknown := only - sweep.settings.keys() - sweep.variants.keys():
             raise SweepError(f"--only {sorted(unknown)[0]}: there are {', '.join([*sweep.settings, *sweep.variants])}")
         require_same_settings(runs)
+        root = Path(a.folder or sweep.folder)
+        if a.summary and not root.is_dir():
+            raise SweepError(f"{root} is not a folder: nothing of this sweep has run there; name the one that has with --folder")
     except (SweepError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -291,7 +294,6 @@ def main(argv: list[str] | None = None) -> int:
         done = sum(value(sweep, r) is not None for r in runs)
         failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, done).run(wanted, a.jobs)
     made = summary(sweep, runs)
-    root = Path(a.folder or sweep.folder)
     root.mkdir(parents=True, exist_ok=True)
     write_whole(root / "summary.json", (json.dumps(made, indent=2) + "\n").encode())
     write_whole(root / "summary.md", table(made).encode())

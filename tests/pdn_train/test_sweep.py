@@ -245,6 +245,14 @@ def test_the_configuration_of_one_run_is_named_as_that(tmp_path, capsys):
     )
 
 
+def test_a_summary_of_nothing_is_refused(file, tmp_path, capsys):
+    none = tmp_path / "runs" / "none"
+    assert sweep.main([str(file), "--summary", "--folder", str(none)]) == 2 and not none.exists()
+    assert capsys.readouterr().err.startswith(f"error: {none} is not a folder: nothing of this sweep has run there")
+    none.mkdir(parents=True)
+    assert sweep.main([str(file), "--summary", "--folder", str(none)]) == 0
+
+
 def test_missing_and_unknown_keys_are_one_line(file, capsys):
     """Nothing is like train; a long value is cut."""
     file.write_text(file.read_text().replace("variants:", "variant:").replace("folder:", "train: 5  #"))
