@@ -31,7 +31,7 @@ def _verify(folder: Path) -> int:
         count += 1
         print(f"fault: {fault}", file=sys.stderr)
     if count:
-        print(f"{folder}: {count} faults", file=sys.stderr)
+        print(f"{folder}: {count} fault{'s' if count > 1 else ''}", file=sys.stderr)
         return 1
     manifest = read_manifest(folder)
     totals = manifest.totals

@@ -54,6 +54,13 @@ def test_every_bad_file_is_named(folder, capsys):
     assert all(name in err for name in ("000001.bin", "000003.bin", "000009.bin is not in the manifest")) and "000000.bin" not in err
 
 
+def test_faults_are_counted_in_words(tmp_path, folder, capsys):
+    assert verify.main([str(tmp_path / "none")]) == 1 and capsys.readouterr().err.endswith("none: 1 fault\n")
+    for name in ("a.bin", "b.bin"):
+        (folder / name).touch()
+    assert verify.main([str(folder)]) == 1 and capsys.readouterr().err.endswith("shards: 2 faults\n")
+
+
 def test_wrong_totals_and_tokenizers_are_faults(folder, capsys):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["totals"]["documents"] += 1
