@@ -8,6 +8,7 @@ kernels.
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import matplotlib
@@ -18,13 +19,17 @@ import torch  # noqa: E402
 
 from pdn_train.health import RANGES, TOKENS, Layer, measure  # noqa: E402
 from pdn_train.shards import Shards  # noqa: E402
-from pdn_train.weights import find, load_model  # noqa: E402
+from pdn_train.weights import UNREADABLE, find, load_model  # noqa: E402
 
 
 def main(path: str, out: str, shards: str | None = None) -> None:
+    """Raises what `pdn_train.weights` and `pdn_train.shards` do, and ValueError where no shards are named."""
     source, device = find(path), "cuda" if torch.cuda.is_available() else "cpu"
+    shards = shards or source.data.get("val_path")
+    if shards is None:
+        raise ValueError(f"{path} has no data.val_path: name a folder of shards after {out}")
     model, _ = load_model(source, device, kernel=None if device == "cuda" else "torch")
-    folder = Shards.open(shards or source.data["val_path"])
+    folder = Shards.open(shards)
     ids = torch.from_numpy(folder.read(0, min(TOKENS, folder.tokens)))[None].to(device)
     layers = measure(model, ids)
     figure, axes = plt.subplots(2, 3, figsize=(12, 6.5), constrained_layout=True)
@@ -72,5 +77,19 @@ def centers(ax, model) -> None:
     ax.set_xlabel("layer")
 
 
+def command(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="health_figures.py", description="Draw the recurrences of a trained model.")
+    parser.add_argument("model", metavar="RUN_OR_EXPORT")
+    parser.add_argument("out", metavar="OUT.png")
+    parser.add_argument("shards", nargs="?", metavar="SHARDS", help="default: the run's data.val_path")
+    a = parser.parse_args(argv)
+    try:
+        main(a.model, a.out, a.shards)
+    except (OSError, ValueError, *UNREADABLE) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(command())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -13,21 +14,40 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 
 def read(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Its whole lines: the last one may be being written."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def main(run_dir: str, out: str, unigram: str | None = None) -> None:
+def main(run_dir: str, out: str, unigram: float | None = None) -> None:
+    """Raises ValueError where the folder has no run's losses."""
     train, validation = read(Path(run_dir) / "metrics.jsonl"), read(Path(run_dir) / "validation.jsonl")
+    if not train:
+        raise ValueError(f"{run_dir} has no losses: no metrics.jsonl with a line in it; name the run_dir of a run")
     figure, axes = plt.subplots(figsize=(7, 3.2), constrained_layout=True)
     axes.plot([e["tokens"] / 1e6 for e in train], [e["loss"] for e in train], label="training")
     if validation:
         axes.plot([e["tokens"] / 1e6 for e in validation], [e["loss"] for e in validation], "o", label="validation")
-    if unigram:
-        axes.axhline(float(unigram), color="grey", linestyle="--", linewidth=1, label="unigram entropy of the text")
+    if unigram is not None:
+        axes.axhline(unigram, color="grey", linestyle="--", linewidth=1, label="unigram entropy of the text")
     axes.set(xlabel="tokens (millions)", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     figure.savefig(out, dpi=120)
 
 
+def command(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="loss_curve.py", description="Draw a run's training and validation loss.")
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("out", metavar="OUT.png")
+    parser.add_argument("unigram", nargs="?", type=float, metavar="UNIGRAM_ENTROPY", help="a line at so many nats")
+    a = parser.parse_args(argv)
+    try:
+        main(a.run_dir, a.out, a.unigram)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(command())

@@ -7,6 +7,7 @@ bounds at short lengths, and replayed graphs, which are the card's own time, are
 tokens are of a run of its own.
 """
 
+import argparse
 import sys
 
 import matplotlib
@@ -46,5 +47,16 @@ def main(path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def command(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="op_times.py", description="Draw the time of the op against the length of one sequence.")
+    parser.add_argument("out", metavar="OUT.png")
+    try:
+        main(parser.parse_args(argv).out)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(command())

@@ -7,6 +7,7 @@ preconditioned twin of a baseline has its colour and a full line; the baseline's
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,15 +19,26 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 
 def main(folder: str, out: str, *panels: str) -> None:
+    """Raises OSError without a summary.json, ValueError for a panel that is none or has a setting that is none."""
     made = json.loads((Path(folder) / "summary.json").read_text())
-    parts = [panel.rsplit("=", 1) for panel in panels] or [("", ",".join(made["settings"]))]
+    parts = [_panel(text, list(made["settings"])) for text in panels] or [("", list(made["settings"]))]
     figure, axes = plt.subplots(1, len(parts), figsize=(1 + 4.5 * len(parts), 3.4), constrained_layout=True, sharey=True, squeeze=False)
     for ax, (title, names) in zip(axes[0], parts, strict=True):
-        settings = {name: made["settings"][name]["variants"] for name in names.split(",")}
+        settings = {name: made["settings"][name]["variants"] for name in names}
         (along_settings if len(settings) > 1 else along_variants)(ax, settings)
         ax.set_title(title, fontsize=10)
     axes[0][0].set_ylabel(made["metric"])
     figure.savefig(out, dpi=120)
+
+
+def _panel(text: str, settings: list[str]) -> tuple[str, list[str]]:
+    title, equals, names = text.rpartition("=")
+    if not equals:
+        raise ValueError(f"the panel '{text}' is not of the form TITLE=SETTING,SETTING,...")
+    for name in names.split(","):
+        if name not in settings:
+            raise ValueError(f"the panel '{text}' has the setting '{name}'; there are {', '.join(settings)}")
+    return title, names.split(",")
 
 
 def along_settings(ax, settings: dict) -> None:
@@ -55,5 +67,19 @@ def dots(ax, xs: list[float], values: list[dict], colour: str) -> None:
         ax.plot([x] * len(by_seed), list(by_seed.values()), ".", color=colour, alpha=0.5, markersize=4)
 
 
+def command(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="sweep_plot.py", description="Draw a sweep.")
+    parser.add_argument("folder", metavar="FOLDER", help="with the summary.json of pdn_train.sweep")
+    parser.add_argument("out", metavar="OUT.png")
+    parser.add_argument("panels", nargs="*", metavar="TITLE=SETTING,SETTING,...")
+    a = parser.parse_args(argv)
+    try:
+        main(a.folder, a.out, *a.panels)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(command())

@@ -31,7 +31,7 @@ def test_a_sweep_of_one_and_of_several_settings(tmp_path):
     whole = draw("sweep_plot.py", str(tmp_path), str(tmp_path / "a.png"))
     parts = draw("sweep_plot.py", str(tmp_path), str(tmp_path / "b.png"), "64 pairs=64x256,64x512", "a=b=64x256")
     assert whole.startswith(b"\x89PNG") and parts.startswith(b"\x89PNG") and parts != whole
-    with pytest.raises(KeyError, match="64x1024"):
+    with pytest.raises(ValueError, match="'64 pairs=64x1024' has the setting '64x1024'; there are 64x256, 64x512"):
         draw("sweep_plot.py", str(tmp_path), str(tmp_path / "c.png"), "64 pairs=64x1024")
 
 
@@ -45,3 +45,31 @@ def test_the_recurrences_of_a_model(tmp_path, tiny_shards, recurrence):
     tree = {"model": model.config.model_dump(), "data": {"val_path": str(tiny_shards / "val")}}
     (tmp_path / "out" / "config.yaml").write_text(json.dumps(tree))
     assert draw("health_figures.py", str(tmp_path / "out"), str(tmp_path / "a.png")).startswith(b"\x89PNG")
+
+
+def test_the_losses_of_a_run(tmp_path):
+    """The last line may be being written."""
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"tokens": {n}, "loss": {9 - n}}}\n' for n in range(3)) + '{"tokens": 4, "lo')
+    assert draw("loss_curve.py", str(tmp_path), str(tmp_path / "a.png")).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["loss_curve.py", "sweep_plot.py", "op_times.py", "health_figures.py"])
+def test_usage_without_arguments_and_a_name_for_what_is_missing(tmp_path, capsys, script):
+    command = runpy.run_path(str(DOCS / script))["command"]
+    with pytest.raises(SystemExit) as ended:
+        command([])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"usage: {script} ") and "OUT.png" in said
+    none = tmp_path / "none"
+    picture = str(tmp_path / "x.png")
+    assert command([str(none / "x.png")] if script == "op_times.py" else [str(none), picture]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and str(none) in said.err and said.err.count("\n") == 1
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_wrong_setting_or_panel_of_a_sweep_is_named(tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps({"metric": "loss", "settings": {"64x256": {"variants": variants(gdn=0.5)}}}))
+    command = runpy.run_path(str(DOCS / "sweep_plot.py"))["command"]
+    for panel, message in (("a=64x256,no", "has the setting 'no'; there are 64x256"), ("64x256", "is not of the form TITLE=")):
+        assert command([str(tmp_path), str(tmp_path / "x.png"), panel]) == 2 and message in capsys.readouterr().err
