@@ -83,6 +83,10 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
         log.info("train.steps goes from %s to %s: the schedule follows the new number", then["train"]["steps"], now["train"]["steps"])
 
 
+def _words(world: dict) -> str:
+    return f"{world['size']} ranks ({world.get('sequence', 1)} a sequence) at ZeRO-{world['zero']}"
+
+
 def restore(saved: Saved, engine, config: Config, world: World) -> None:
     """Load weights, masters and moments into a pdn_train.engine.Engine, and the random state. Collective.
 
@@ -102,7 +106,7 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
     from pdn_train.engine import to_universal  # here, so that finding a checkpoint needs no DeepSpeed
 
     if world.leads:
-        log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, there, here)
+        log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, _words(there), _words(here))
     universal = saved.folder.with_name(saved.folder.name + ".universal")
     world.from_leader(lambda: to_universal(saved.folder, universal))
     progress = saved.progress
