@@ -65,15 +65,15 @@ def follow(job: submitit.LocalJob, attempt: Path, stop: StopRequest) -> None:
 
     A signal waits for ranks that do not listen yet: it would kill some, and the others would wait for those.
     """
-    shown, told, deadline, patience = 0, False, None, time.monotonic() + COMING_SECONDS
+    shown, passed_on, deadline, patience = 0, False, None, time.monotonic() + COMING_SECONDS
     while True:
         ended = job.done()
         shown += show(job.paths.stdout, shown)
         if ended:
             end_ranks(attempt)  # where submitit's controller was killed, they are still there
             return
-        if stop.name is not None and not told and (len(read_words(attempt)) == job.num_tasks or time.monotonic() > patience):
-            told = True
+        if stop.name is not None and not passed_on and (len(read_words(attempt)) == job.num_tasks or time.monotonic() > patience):
+            passed_on = True
             job._process.send_signal(signal.SIGTERM)  # submitit's controller passes it on to the tasks
         if deadline is None and read_first(attempt) is not None:
             deadline = time.monotonic() + LEAVING_SECONDS

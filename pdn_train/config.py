@@ -276,7 +276,7 @@ class Config(Section):
             raise ValueError(
                 f"train.compile=true with parallel.sequence={self.parallel.sequence}: compiled blocks hand no states on; use one of them"
             )
-        unknown = [key for key in self.resume.allow if key not in keys() and key != "data.path"]
+        unknown = [key for key in self.resume.allow if key not in keys()]
         if unknown:
             raise ValueError(f"resume.allow names the unknown key '{unknown[0]}'" + suggestion(tuple(unknown[0].split(".")), keys()))
         self._check_schedule()

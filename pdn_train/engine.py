@@ -169,7 +169,7 @@ class Engine:
         return parts
 
     def load(self, folder: Path) -> None:
-        """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, bit for bit."""
+        """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, or at 1 or 2 in bf16, bit for bit."""
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
         if found is None:

@@ -4,7 +4,7 @@ A step of DeepSpeed 0.19.8's BF16_Optimizer casts and adds each parameter's grad
 place, all-reduces and scales them there and copies them back (also on a single rank), takes a norm of each, reads it on the host, and
 sets all sums to zero twice: four launches a parameter tensor (1,256 at 24 layers) and 54 bytes a number, counted in its source. DeepSpeed
 has it at stage 1 only; its optimizer for stage 2 works in a hook of each parameter, where the host takes longer than the backward pass.
-Here, with the same numbers:
+Here, with the same numbers (at stage 2 several micro-batches are added up in another order):
 
                            stage 1                                      stage 2, on N > 1 ranks
     first micro-batch      sums = gradients                             as the others, but part = what arrives

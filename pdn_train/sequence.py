@@ -122,7 +122,7 @@ class LineRelay(Relay):
 
 
 def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
-    """x of the rank before (reverse: after) this one; zero on the first."""
+    """x of the rank before (reverse: after) this one; zero on the first (reverse: last)."""
     source = wire.rank + (1 if reverse else -1)
     there = 0 <= source < wire.size
     if wire.size <= GATHERED:
