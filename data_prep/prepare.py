@@ -348,6 +348,8 @@ def _nothing_went_to(split: str, documents: int, bad: int, options: Options) -> 
 
 def _warn_of_a_large_document(folder: Path, manifest: Manifest) -> None:
     tokens = manifest.totals.tokens
+    if manifest.totals.documents < 2:  # a book as a .txt file, say: nobody takes it for many
+        return
     longest = longest_document(folder, manifest, at_least=int(LARGE * tokens) + 1)
     if longest:
         print(

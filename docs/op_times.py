@@ -3,8 +3,8 @@
     python docs/op_times.py docs/op_times.png
 
 The figures are those of the README's tables, milliseconds at B = 1, 8 heads of 128 channels, bf16, one H200. Single calls, which the host
-bounds at short lengths, and replayed graphs, which are the card's own time, are compared each with its like; the peer's calls at 32,768
-tokens are of a run of its own.
+bounds at short lengths, and replayed graphs, which are the card's own time, are compared each with its like. Our graphs are on Triton
+3.6.0, the rest on 3.7.1, where ours take 0.39 and 0.52 ms at 2,048 tokens; the peer's calls at 32,768 tokens are of a run of its own.
 """
 
 import argparse

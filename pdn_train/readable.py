@@ -32,7 +32,7 @@ def data_faults(config: Config) -> tuple[list[str], list[str]]:
         return [], []
     folders = [*(data.path if isinstance(data.path, dict) else [data.path]), *([data.val_path] if config.eval.every else [])]
     missing, faults = [], []
-    for folder in folders:
+    for folder in dict.fromkeys(folders):
         try:
             open_samples(folder, data.seq_len, data.seed, config.model.vocab_size)
         except ShardError as error:

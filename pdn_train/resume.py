@@ -83,10 +83,6 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
         log.info("train.steps goes from %s to %s: the schedule follows the new number", then["train"]["steps"], now["train"]["steps"])
 
 
-def _words(world: dict) -> str:
-    return f"{world['size']} ranks ({world.get('sequence', 1)} a sequence) at ZeRO-{world['zero']}"
-
-
 def restore(saved: Saved, engine, config: Config, world: World) -> None:
     """Load weights, masters and moments into a pdn_train.engine.Engine, and the random state. Collective.
 
@@ -106,13 +102,21 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
     from pdn_train.engine import to_universal  # here, so that finding a checkpoint needs no DeepSpeed
 
     if world.leads:
-        log.info("%s was written by %s; loading it as %s through the universal form", saved.folder.name, _words(there), _words(here))
+        before, now = _layout(there, flat), _layout(here, here["flat"])
+        groups = "" if same_groups else ", with other groups of parameters"
+        log.info("%s was written by %s; loading it as %s%s, through the universal form", saved.folder.name, before, now, groups)
     universal = saved.folder.with_name(saved.folder.name + ".universal")
     world.from_leader(lambda: to_universal(saved.folder, universal))
     progress = saved.progress
     world.together(lambda: engine.put_universal(universal, progress.step - progress.skipped_steps))
     engine.refresh_weights()
     world.from_leader(lambda: shutil.rmtree(universal))
+
+
+def _layout(world: dict, flat: bool) -> str:
+    """Who wrote or reads ZeRO files, in words."""
+    optimizer = " (the optimizer of pdn_train/flat_zero.py)" if flat else ""
+    return f"{world['size']} ranks, {world.get('sequence', 1)} a sequence, at ZeRO-{world['zero']}{optimizer}"
 
 
 def _get(tree: dict, key: str) -> object:

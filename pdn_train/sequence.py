@@ -127,7 +127,7 @@ def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
     there = 0 <= source < wire.size
     if wire.size <= GATHERED:
         found = wire.gather(x)
-        return found[source] if there else torch.zeros_like(x)
+        return found[source].clone() if there else torch.zeros_like(x)  # the relay keeps it: not all ranks' with it
     found = (torch.empty_like if there else torch.zeros_like)(x, memory_format=torch.contiguous_format)
     wire.exchange(x, 2 * wire.rank - source, found, source)
     return found

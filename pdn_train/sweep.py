@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         root = Path(a.folder or sweep.folder)
         if a.summary and not root.is_dir():
             raise SweepError(f"{root} is not a folder: nothing of this sweep has run there; name the one that has with --folder")
-    except (SweepError, ConfigError) as error:
+    except (SweepError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     failed: list[Run] = []
