@@ -167,11 +167,17 @@ def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a
         a_start, a, passed_a = maps_triton.statistic_forward(relay, x, table)
     stage = solve_channel if x.decay_kind == "channel" else solve
     solved = stage.forward(x, table, a_start)
+    starts, s = s_0, None
     if table.cut:
         maps, made = scan.maps(x, solved, table.spans), scan.ends(x, solved, table.spans)
+        if relay is None or relay.hands_on:  # from zero, with a relay: what this piece hands on
+            starts, s = pieces.chain(x, table, maps, made, s_0)
     if relay is not None:
-        s_0, passed_s = maps_triton.state_arriving(relay, x, solved, table, maps, made)
-    starts, s = pieces.chain(x, table, maps, made, s_0) if table.cut else (s_0, None)
+        s_0, passed_s = maps_triton.state_arriving(relay, x, solved, table, maps, s)
+        if not table.cut:
+            starts = s_0
+        elif relay.number > 0:
+            starts, s = pieces.chain(x, table, maps, made, s_0)
     o, last = scan.forward(x, solved, table.spans, starts)
     return o, last if s is None else s, a, starts, maps, a_start, passed_a, passed_s, *solved.tensors
 
@@ -200,18 +206,20 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx, do, ds, da):
         q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, passed_a, passed_s, o, *solved = ctx.saved_tensors
         x, table, solved = ctx.call.inputs(q, k, v, beta, decay, forget, gain, center), ctx.call.table, Solved(*solved)
-        relay, made = ctx.call.relay, None
+        relay, met = ctx.call.relay, None
         do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
         ds, da = aligned(ds), aligned(da)
         h, u = scan.states(x, solved, table, table.spans, starts)
         if table.cut:
             *_, made = scan_backward.backward(x, solved, table, table.spans, do, None, store=False)
+            if relay is None or relay.number > 0:
+                ends, met = pieces.chain(x, table, maps, made, ds, reverse=True)
         if relay is not None:
-            ds = maps_triton.state_gradient(relay, x, solved, table, maps, made, passed_s, do, ds)
-        if table.cut:
-            ds, ds_0 = pieces.chain(x, table, maps, made, ds, reverse=True)
-        dh, dx, first = scan_backward.backward(x, solved, table, table.spans, do, ds)
-        ds_0 = ds_0 if table.cut else first
+            ds = maps_triton.state_gradient(relay, x, solved, table, met, passed_s, do, ds)
+            if table.cut and relay.hands_on:
+                ends, met = pieces.chain(x, table, maps, made, ds, reverse=True)
+        dh, dx, first = scan_backward.backward(x, solved, table, table.spans, do, ends if table.cut else ds)
+        ds_0 = met if table.cut else first
         pair = pairs.backward(x, solved, table, o, u, dx, do)
         by = gradients_channel if x.decay_kind == "channel" else gradients
         grad = by.backward(x, solved, table, h, dh, u, dx, do, pair)

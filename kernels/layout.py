@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kernels.tables import Tables
 
-PROGRAMS = 256  # of a scan, that fill the card
+PROGRAMS = 128  # of a scan, that fill the card: one a multiprocessor
 LONG = 64  # chunks: sequences that are worth cutting
 
 
@@ -148,11 +148,11 @@ def _build(bounds: tuple[int, ...], chunk: int, heads: int, device: torch.device
 
 
 def _piece(chunks: int, longest: int, sequences: int, heads: int) -> int:
-    """Chunks of a span, or 0: where sequences and heads would fill less than half the card, and are long enough to pay for a second
-    pass over them."""
-    if sequences * heads >= PROGRAMS // 4 or longest < LONG:
+    """Chunks of a span, or 0 where cutting does not pay: what is cut is scanned twice, so three spans a sequence must find room."""
+    if sequences * heads > PROGRAMS // 3 or longest < LONG:
         return 0
-    return max(LONG // 8, -(-chunks * heads // PROGRAMS))
+    spans = PROGRAMS // heads - sequences + 1  # each sequence's last span may be a short one
+    return max(LONG // 8, -(-chunks // spans))
 
 
 def _cut(sequences: list[tuple], length: int, chunk: int) -> tuple[list[tuple], list[tuple]]:

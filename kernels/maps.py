@@ -135,7 +135,9 @@ class Relay(ABC):
 
     def back(self, maps: Tensor | None, gradient: Tensor) -> Tensor:
         """The gradient of what this piece handed on, [R, ...], from that of what arrived and the maps that `forth` gave back."""
-        return self.carry(maps, gradient * _rowwise(self._continues, gradient), reverse=True)  # a copy: the caller writes there again
+        if not all(self.piece.continues):
+            gradient = gradient * _rowwise(self._continues, gradient)
+        return self.carry(maps, gradient, reverse=True)
 
     def enter(self, arriving: Tensor) -> Tensor:
         """[R, ...] -> [N, ...]: what each sequence of the piece starts from, zero where it starts here."""

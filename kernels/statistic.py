@@ -22,16 +22,16 @@ from kernels.layout import Inputs, Layout
 from kernels.tiles import cumulate, last, load_gate, load_tile
 from kernels.tuned import setting
 
-STEP = 64  # chunks that the chain takes at once, at most
+STEP = 512  # chunks that the chain takes at once, at most
 CHANNELS = 16  # of the chain's programs
 
 
 @triton.jit
 def _sums(
-    k, forget, gain, own, decay, chunks, H, k_stride,
+    k, forget, gain, own, keep, chunks, H, k_stride,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """own [M, H, K] = sum_t exp(P_C - P_t) c_t khat_t^2 and decay [M, H] = P_C / ln 2."""
+    """own [M, H, K] = sum_t exp(P_C - P_t) c_t khat_t^2 and keep [M, H] = exp(P_C)."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     square = load_tile(k, token, count, k_stride, head, 0, K, BK, C).to(tl.float32)
@@ -44,7 +44,7 @@ def _sums(
     at = (chunk * H + head).to(tl.int64)
     d = tl.arange(0, BK)
     tl.store(own + at * K + d, tl.sum(weight[:, None] * square, 0), mask=d < K)
-    tl.store(decay + at, end + end_low)
+    tl.store(keep + at, tl.exp2(end + end_low))
 
 
 @triton.jit
@@ -54,30 +54,35 @@ def _follow(a_keep, a_own, b_keep, b_own):
 
 @triton.jit
 def _chain(
-    own, decay, a_0, a_start, a, sequences, H,
-    K: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr, INITIAL: tl.constexpr,
+    own, keep, start, states, end, sequences, H,
+    K: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """a_start [M, H, K], the statistic before each chunk, and a [S, H, K], the final one. One program a sequence, head and BK channels."""
+    """states [M, H, K], what each chunk meets of x' = keep x + own (REVERSE: from the last chunk to the first), and end [S, H, K], what the
+    last one leaves. One program a sequence, head and BK channels."""
     blocks: tl.constexpr = (K + BK - 1) // BK
     block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
     first, chunks = tl.load(sequences + 4 * n), tl.load(sequences + 4 * n + 1)
     d, j = block * BK + tl.arange(0, BK), tl.arange(0, STEP)
+    ahead: tl.constexpr = -1 if REVERSE else 1
+    if REVERSE:
+        first += chunks - 1
     state = tl.zeros((BK,), tl.float32)
     at = (n * H + head).to(tl.int64) * K + d
-    if INITIAL:
-        state = tl.load(a_0 + at, mask=d < K, other=0.0)
-    for start in range(0, chunks, STEP):
-        left = chunks - start
-        place = (first + start + j).to(tl.int64) * H + head
+    if GIVEN:
+        state = tl.load(start + at, mask=d < K, other=0.0)
+    for done in range(0, chunks, STEP):
+        left = chunks - done
+        place = (first + ahead * (done + j)).to(tl.int64) * H + head
         there = (j < left)[:, None] & (d < K)[None, :]
-        keep = tl.exp2(tl.load(decay + place, mask=j < left, other=0.0))[:, None] + tl.zeros((STEP, BK), tl.float32)
+        kept = tl.load(keep + place, mask=j < left, other=1.0)[:, None] + tl.zeros((STEP, BK), tl.float32)
         value = tl.load(own + place[:, None] * K + d[None, :], mask=there, other=0.0)
-        value = tl.where((j == 0)[:, None], value + keep * state[None, :], value)
-        keep, value = tl.associative_scan((keep, value), 0, _follow)
-        tl.store(a_start + ((first + start).to(tl.int64) * H + head) * K + d, state, mask=d < K)
-        tl.store(a_start + (place + H)[:, None] * K + d[None, :], value, mask=there & (j + 1 < left)[:, None] & (j + 1 < STEP)[:, None])
+        value = tl.where((j == 0)[:, None], value + kept * state[None, :], value)
+        kept, value = tl.associative_scan((kept, value), 0, _follow)
+        tl.store(states + ((first + ahead * done).to(tl.int64) * H + head) * K + d, state, mask=d < K)
+        after = there & (j + 1 < left)[:, None] & (j + 1 < STEP)[:, None]
+        tl.store(states + (place + ahead * H)[:, None] * K + d[None, :], value, mask=after)
         state = tl.sum(tl.where((j == STEP - 1)[:, None], value, 0.0), 0)
-    tl.store(a + at, state, mask=d < K)
+    tl.store(end + at, state, mask=d < K)
 
 
 def forward(x: Inputs, layout: Layout, a_0: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -86,25 +91,27 @@ def forward(x: Inputs, layout: Layout, a_0: Tensor | None) -> tuple[Tensor, Tens
 
 
 def sums(x: Inputs, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Each chunk's own part of the statistic [M, H, K], and the log2 of what it leaves of the one it meets [M, H]; fp32, for `chain`."""
+    """Each chunk's own part of the statistic [M, H, K], and what it leaves of the one it meets [M, H]; fp32, for `chain`."""
     (_, H, K), (M, _) = x.k.shape, layout.counts
-    own, kept = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, K), (M, H)))
+    own, keep = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, K), (M, H)))
     choice = setting("statistic", x.k)
     launch(
         _sums, M * H, x.key,
-        x.k, x.forget, x.gain, own, kept, layout.chunks, H, x.k.stride(0),
+        x.k, x.forget, x.gain, own, keep, layout.chunks, H, x.k.stride(0),
         K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
-    return own, kept
+    return own, keep
 
 
-def chain(x: Inputs, layout: Layout, own: tuple[Tensor, Tensor], a_0: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`forward` from what `sums` made."""
+def chain(x: Inputs, layout: Layout, own: tuple[Tensor, Tensor], start: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """What each chunk meets [M, H, K] and what each sequence ends with [S, H, K], from what `sums` made and start [S, H, K], None for zero;
+    reverse: from the last chunk to the first."""
     (_, H, K), (M, S) = x.k.shape, layout.counts
-    a_start, a = (torch.empty(n, H, K, dtype=torch.float32, device=x.k.device) for n in (M, S))
+    states, end = (torch.empty(n, H, K, dtype=torch.float32, device=x.k.device) for n in (M, S))
     step = max(2, min(STEP, power_of_2(layout.longest)))
     launch(
-        _chain, S * H * cdiv(K, CHANNELS), (x.key, a_0 is None),
-        *own, a_0, a_start, a, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, INITIAL=a_0 is not None, num_warps=4
+        _chain, S * H * cdiv(K, CHANNELS), (x.key, start is None),
+        *own, start, states, end, layout.sequences, H,
+        K=K, BK=CHANNELS, STEP=step, GIVEN=start is not None, REVERSE=reverse, num_warps=8 if step == STEP else 4,
     )  # fmt: skip
-    return a_start, a
+    return states, end

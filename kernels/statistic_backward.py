@@ -6,8 +6,8 @@
     dkhat += b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior
 
 P is the chunk's inclusive cumulative log decay. Three launches. `_inside` does what stays inside a chunk, with dA summed over the chunk's
-own rows, and makes start = exp(P_0) dA_0, the gradient they give to the statistic the chunk meets. `_chain` carries it from the last
-chunk, where D is the gradient of the final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c (twice where a later piece of the
+own rows, and makes start = exp(P_0) dA_0, the gradient they give to the statistic the chunk meets. `statistic.chain` carries it from the
+last chunk, where D is the gradient of the final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c (twice where a later piece of the
 sequences gives a part of it, `kernels.maps`). `_finish` adds what D_c gives,
 
     dkhat_t += 2 c_t exp(P_C - P_t) khat_t D ;  kappa_t = sum khat_t^2 D ;  dc_t += exp(P_C - P_t) kappa_t
@@ -28,10 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gradients import Gradients, _around
-from kernels.launch import cdiv, launch, power_of_2
+from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
 from kernels.solve import _log2
-from kernels.statistic import CHANNELS, STEP, _follow
+from kernels.statistic import chain
 from kernels.tiles import (
     KEY_NORM,
     LOG2E,
@@ -104,35 +104,6 @@ def _inside(
 
 
 @triton.jit
-def _chain(
-    dstart, keep, da, d_end, da_0, sequences, H,
-    K: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    """d_end [M, H, K]: D of each chunk, and da_0 [S, H, K]: the D before the first. One program a sequence, head and BK channels."""
-    blocks: tl.constexpr = (K + BK - 1) // BK
-    block, head, n = tl.program_id(0) % blocks, tl.program_id(0) // blocks % H, tl.program_id(0) // blocks // H
-    first, chunks = tl.load(sequences + 4 * n), tl.load(sequences + 4 * n + 1)
-    d, j = block * BK + tl.arange(0, BK), tl.arange(0, STEP)
-    state = tl.zeros((BK,), tl.float32)
-    at = (n * H + head).to(tl.int64) * K + d
-    if FINAL:
-        state = tl.load(da + at, mask=d < K, other=0.0)
-    for done in range(0, chunks, STEP):
-        left = chunks - done  # row j is the chunk left - 1 - j
-        place = (first + left - 1 - j).to(tl.int64) * H + head
-        there = (j < left)[:, None] & (d < K)[None, :]
-        kept = tl.load(keep + place, mask=j < left, other=1.0)[:, None] + tl.zeros((STEP, BK), tl.float32)
-        value = tl.load(dstart + place[:, None] * K + d[None, :], mask=there, other=0.0)
-        value = tl.where((j == 0)[:, None], value + kept * state[None, :], value)
-        kept, value = tl.associative_scan((kept, value), 0, _follow)
-        tl.store(d_end + ((first + left - 1).to(tl.int64) * H + head) * K + d, state, mask=d < K)
-        earlier = there & (j + 1 < left)[:, None] & (j + 1 < STEP)[:, None]
-        tl.store(d_end + (place - H)[:, None] * K + d[None, :], value, mask=earlier)
-        state = tl.sum(tl.where((j == STEP - 1)[:, None], value, 0.0), 0)
-    tl.store(da_0 + at, state, mask=d < K)
-
-
-@triton.jit
 def _add_up(centers, dcenter, head, M, H):
     """dcenter [H]: the sum of centers [M, H] for one head."""
     total = tl.zeros((256,), tl.float32)
@@ -201,11 +172,11 @@ def backward(
     """dforget, dgain [N, H] in their dtypes, dcenter [H] and da_0 [S, H, K] fp32; completes gradients.k in place.
 
     da [S, H, K] fp32: the gradient of the final statistic, None for zero. hand_back: takes the da_0 that this makes and returns another da,
-    with what the sequences' later pieces give (`kernels.maps`).
+    with what the sequences' later pieces give, or da itself (`kernels.maps`).
     """
-    (N, H, K), (M, S) = x.k.shape, layout.counts
-    sizes = (M, H, K), (M, H, K), (S, H, K), (M, H), (M, H), (H,), (N, H), (N, H)
-    start, d_end, da_0, centers, keep, dcenter, *own = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in sizes)
+    (N, H, K), (M, _) = x.k.shape, layout.counts
+    sizes = (M, H, K), (M, H), (M, H), (H,), (N, H), (N, H)
+    start, centers, keep, dcenter, *own = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in sizes)
     choice, wide, unit = setting("statistic_inside", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     launch(
         _inside, M * H, x.key,
@@ -214,17 +185,11 @@ def backward(
         K=K, BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit, DOT=tl.float32 if wide else tl.bfloat16,
         PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    step = max(2, min(STEP, power_of_2(layout.longest)))
-
-    def chain(da: Tensor | None) -> None:
-        launch(
-            _chain, S * H * cdiv(K, CHANNELS), (x.key, da is None),
-            start, keep, da, d_end, da_0, layout.sequences, H, K=K, BK=CHANNELS, STEP=step, FINAL=da is not None, num_warps=4
-        )  # fmt: skip
-
-    chain(da)
+    d_end, da_0 = chain(x, layout, (start, keep), da, reverse=True)
     if hand_back is not None:
-        chain(hand_back(da_0))
+        whole = hand_back(da_0)
+        if whole is not da:
+            d_end, da_0 = chain(x, layout, (start, keep), whole, reverse=True)
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
     choice = setting("statistic_finish", x.k)
     launch(

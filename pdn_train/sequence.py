@@ -8,11 +8,12 @@ ways, which differ in what is on the wire and in how many steps follow each othe
     pipelined      S itself from rank to rank, in blocks of value channels, each rank applying its own map
 
 With two ranks no map is needed: what a rank hands on is what the other one starts from. On the wire everything is fp32 (fp64 for fp64
-inputs).
+inputs). The first rank forward and the last one backward wait for nobody: they run ahead, and what they give is there when it is asked for.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,14 +30,17 @@ Method = Literal["gather", "hierarchical", "pipelined"]
 GATHERED = 8  # ranks up to which a hand-on is an all-gather: 80 us a call against 132 us of a send and a receive (docs/sequence.md)
 
 
+AHEAD = 6  # exchanges by which a rank that only gives may be before the others: two layers
+
+
 class Wire(Protocol):
     """A line of ranks 0 .. size - 1. All of them make the same calls in the same order."""
 
     rank: int
     size: int
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: every rank's x, in rank order."""
+    def gather(self, x: Tensor, read: bool = True) -> Tensor | None:
+        """[size, *x.shape]: every rank's x, in rank order. read false: this rank only gives its own and waits for nobody; None."""
 
     def exchange(self, give: Tensor | None, to: int, take: Tensor | None, source: int) -> None:
         """Send `give` to rank `to` and fill `take` with what rank `source` sends. None, or a rank that does not exist: left out."""
@@ -47,13 +51,25 @@ class GroupWire:
 
     def __init__(self, group: dist.ProcessGroup):
         self._group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._given: deque[tuple[dist.Work, Tensor, Tensor]] = deque()  # not waited for yet, and what they read and write
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, read: bool = True) -> Tensor | None:
         found = x.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(found, x.contiguous().view(-1), group=self._group)
-        return found.view(self.size, *x.shape)
+        if read:
+            self._wait(0)  # calls of one group must not overtake each other
+            dist.all_gather_into_tensor(found, x.contiguous().view(-1), group=self._group)
+            return found.view(self.size, *x.shape)
+        x = x.clone(memory_format=torch.contiguous_format)  # the caller may write to its own meanwhile
+        self._given.append((dist.all_gather_into_tensor(found, x.view(-1), group=self._group, async_op=True), x, found))
+        self._wait(AHEAD)
+        return None
+
+    def _wait(self, left: int) -> None:
+        while len(self._given) > left:
+            self._given.popleft()[0].wait()
 
     def exchange(self, give: Tensor | None, to: int, take: Tensor | None, source: int) -> None:
+        self._wait(0)
         calls = []
         if give is not None and 0 <= to < self.size:
             calls.append(dist.P2POp(dist.isend, give.contiguous(), group=self._group, group_peer=to))
@@ -126,16 +142,19 @@ def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
     source = wire.rank + (1 if reverse else -1)
     there = 0 <= source < wire.size
     if wire.size <= GATHERED:
-        found = wire.gather(x)
-        return found[source].clone() if there else torch.zeros_like(x)  # the relay keeps it: not all ranks' with it
+        found = wire.gather(x, read=there)
+        if not there:
+            return torch.zeros_like(x)
+        return found[source].clone() if wire.size > 2 else found[source]  # the relay keeps it: not all ranks' with it
     found = (torch.empty_like if there else torch.zeros_like)(x, memory_format=torch.contiguous_format)
     wire.exchange(x, 2 * wire.rank - source, found, source)
     return found
 
 
 def gather(line: Line, maps: Tensor, made: Tensor, reverse: bool) -> Tensor:
-    found = line.whole.gather(_join(maps, made))
-    return _through(_before(found, line.whole.rank, reverse), maps, torch.zeros_like(made))
+    start, rank = torch.zeros_like(made), line.whole.rank
+    found = line.whole.gather(_join(maps, made), read=rank != (line.whole.size - 1 if reverse else 0))
+    return start if found is None else _through(_before(found, rank, reverse), maps, start)
 
 
 def hierarchical(line: Line, maps: Tensor, made: Tensor, reverse: bool) -> Tensor:

@@ -135,15 +135,12 @@ def _copied(ttgir: str) -> list[bool]:
 
 def variants(what: str) -> list[dict]:
     """The op's forward and backward, launch by launch, on CPU tensors whose values nothing reads."""
-    from kernels import layout as tables
     from kernels.chunk_triton import Call, _DeltaRule
     from kernels.layout import chunk_rows, layout
 
-    if "long" in what:
-        tables.LONG = 2  # then two chunks are two pieces
-
     dtype = torch.float32 if "fp32" in what else torch.bfloat16
-    H, K, V, T, device = *((3, 120, 104) if "odd" in what else (4, 128, 128)), 128, torch.device("cpu")
+    H, K, V = (3, 120, 104) if "odd" in what else (1, 256, 256) if "wide" in what else (1, 128, 128)
+    T, device = 32768 if "long" in what else 128, torch.device("cpu")  # long: cut into pieces
     flags = [("channel" in what or "odd" in what, False)] if "plain" in what else [(True, True)]
     with Compilations() as compilations:
         for decay, precondition in flags:

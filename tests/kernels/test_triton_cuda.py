@@ -10,6 +10,7 @@ import torch
 
 from kernels import chunk_torch
 from kernels.chunk import Preconditioner, delta_rule
+from kernels.layout import layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 NAMES = ["dn", "gdn", "kda", "pdn", "pgdn", "pkda"]
@@ -71,6 +72,16 @@ def test_matrix(recurrence, dtype, shape, case, errors):
     if dtype != torch.float32:
         limits |= {n: 5e-3 for n in ("s", "a") if n in found}
     assert all(found[n] <= limits[n] for n in found), (found, limits)  # NaN fails too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recurrence, K", [("pgdn", 128), ("pgdn", 256), ("pkda", 128), ("dn", 120)])
+def test_long_sequences_in_pieces(recurrence, K, dtype, case, errors):
+    """Of 128 and of 5 chunks or more: the first is cut."""
+    one = case(recurrence, 8500, bounds=[0, 8200, 8500], H=2, K=K, V=K)
+    assert layout(1, 8500, (0, 8200, 8500), 64, 2, torch.device("cuda")).cut
+    found, limits = errors(*judged(one, dtype)), tolerances(one, dtype, errors)
+    assert all(found[n] <= limits[n] for n in found), (found, limits)
 
 
 def test_repeats_are_bit_equal(case):

@@ -20,7 +20,7 @@ import torch
 
 from kernels.maps import Piece
 from kernels.recurrence import RECURRENCES
-from pdn_train.sequence import METHODS, Line, Network, choose, seconds, shift
+from pdn_train.sequence import AHEAD, METHODS, Line, Network, choose, seconds, shift
 
 WORKER = Path(__file__).with_name("sequence_worker.py")
 worker = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("sequence_worker", WORKER))
@@ -109,16 +109,23 @@ def test_real_groups_carry_states_in_each_way(found, method):
         assert all(e <= 1e-5 for e in told.values()), (case, told)
 
 
+def test_the_first_rank_waits_for_nobody(found):
+    """It made its calls before the second rank made any, and changed what it had given: what arrives is as given. (Else the ranks hang.)"""
+    assert [x.unique().tolist() for x in found[1]["ahead"]] == [[n] for n in range(AHEAD)]
+    assert not any(x.any() for x in found[0]["ahead"])
+
+
 class ThreadWire:
     """A line of threads: a queue for each pair."""
 
     def __init__(self, queues: dict, rank: int, size: int):
         self._queues, self.rank, self.size = queues, rank, size
 
-    def gather(self, x):
+    def gather(self, x, read=True):
         for other in range(self.size):
-            self._queues[self.rank, other].put(x)
-        return torch.stack([self._queues[other, self.rank].get(timeout=60) for other in range(self.size)])
+            self._queues[self.rank, other].put(x.clone())
+        found = torch.stack([self._queues[other, self.rank].get(timeout=60) for other in range(self.size)])
+        return found if read else None
 
     def exchange(self, give, to, take, source):
         if give is not None and 0 <= to < self.size:
