@@ -17,13 +17,13 @@ import matplotlib.pyplot as plt
 
 SERIES = {  # tokens: ms
     "PGDN": {
-        "this project, graphs": {2048: 0.410, 8192: 0.670, 32768: 2.179},
+        "this project, graphs": {2048: 0.395, 8192: 0.626, 32768: 1.927},
         "flash-linear-attention 0.6.0, graphs": {2048: 0.50},
         "this project, calls": {2048: 1.22, 8192: 1.76},
         "flash-linear-attention 0.6.0, calls": {2048: 2.77, 8192: 3.16, 32768: 6.44},
     },
     "PKDA": {
-        "this project, graphs": {2048: 0.524, 8192: 1.169, 32768: 3.971},
+        "this project, graphs": {2048: 0.522, 8192: 1.113, 32768: 3.709},
         "flash-linear-attention 0.6.0, graphs": {2048: 0.78},
         "this project, calls": {2048: 1.69, 8192: 1.75},
         "flash-linear-attention 0.6.0, calls": {2048: 3.99, 8192: 3.66, 32768: 10.23},
