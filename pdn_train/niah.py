@@ -79,9 +79,10 @@ class _Drawn:
 
 def prompts(variant: str, length: int, count: int, tokenizer: Tokenizer, seed: int, prose: str) -> list[Prompt]:
     """`count` prompts of at most `length` - 128 tokens each, a function of the arguments alone. Raises NiahError as `check` does."""
-    check(variant, length, count, tokenizer, seed, prose)
     made, units, limit = [], None, length - ANSWER_TOKENS
     for drawn in _draw(variant, length, count, seed):
+        if len(drawn.ids(1, prose, tokenizer)) > limit:
+            check(variant, length, count, tokenizer, seed, prose)
         units = _most(lambda amount, drawn=drawn: drawn.ids(amount, prose, tokenizer), limit) if units is None else units
         amount, whole = units, drawn.ids(units, prose, tokenizer)
         while len(whole) > limit:  # another key or value may take a token more

@@ -1,22 +1,11 @@
 """Many runs of one configuration, compared with seeds: `python -m pdn_train.sweep yaml/sweep_X.yaml [--jobs N] [--gpus N] [--minutes M]`.
 
-A sweep file names a configuration and what varies:
-
-    base: yaml/pgdn_mqar.yaml              the configuration of every run
-    folder: runs/mqar                      run folders are FOLDER/SETTING/VARIANT/CHOICE/seed_N
-    seeds: [1, 2, 3]                       train.seed and data.seed: within a seed all variants see the same tokens in the same order
-    settings: {name: [section.key=value, ...], ...}     each is compared by itself (lengths of a task)
-    variants: {name: [...], ...}           what is compared (recurrences, ablations)
-    choices: {name: [...], ...}            the variant's best one counts, by its mean over seeds (learning rates); may be left out
-    metric: tasks/mqar/accuracy            in the last line of a run's validation.jsonl; better: higher or lower
-    pairs: [[gdn, pgdn], ...]              compared seed by seed
-
-Runs are `python -m pdn_train.train` with these overrides, N at once (--jobs), on the GPUs in turn (--gpus; 0: as the configuration says),
-the first seed of everything first. What is done is not done again, and what was interrupted goes on from its checkpoint: the same command
-resumes. Where a run's folder holds validations under other settings (`pdn_train.deciding`, less resume.allow) the sweep is refused before
-anything starts: they are neither counted nor trained over. After M minutes no run is started and those that go on are told to stop (they
-write a checkpoint). A run that fails is named with its log and what that says, and the others go on; but where the first run of the sweep
-to end cannot run here (exit code 2) no more are started, for they would meet the same.
+Runs are `python -m pdn_train.train` with the overrides of a sweep file (`pdn_train.sweep_file` has its keys), N at once (--jobs), on the GPUs
+in turn (--gpus; 0: as the configuration says), the first seed of everything first. What is done is not done again, and what was interrupted
+goes on from its checkpoint: the same command resumes. Where a run's folder holds validations under other settings (`pdn_train.deciding`,
+less resume.allow) the sweep is refused before anything starts: they are neither counted nor trained over. After M minutes no run is started
+and those that go on are told to stop (they write a checkpoint). A run that fails is named with its log and what that says, and the others
+go on; but where the first run of the sweep to end cannot run here (exit code 2) no more are started, for they would meet the same.
 
 Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
 its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
@@ -35,138 +24,17 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from pdn_train import config
 from pdn_train.compare import compare, table
-from pdn_train.config import Config, ConfigError
-from pdn_train.deciding import differences
-from pdn_train.explain import explain
-from pdn_train.files import parse_line, write_whole
+from pdn_train.config import ConfigError
+from pdn_train.files import write_whole
 from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
+from pdn_train.sweep_file import Run, Sweep, SweepError, load, require_same_settings, value
 
 CANNOT_RUN = 2  # a trainer's exit code for a configuration that cannot run: a wrong key, no GPU
-
-
-class SweepError(ValueError):
-    """A sweep cannot run; the message names the key and the way out."""
-
-
-class Sweep(BaseModel):
-    """A sweep file; the keys are in the module docstring."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    base: str
-    folder: str
-    seeds: list[int] = Field(min_length=1)
-    settings: dict[str, list[str]] = {"all": []}
-    variants: dict[str, list[str]] = Field(min_length=1)
-    choices: dict[str, list[str]] = {"only": []}
-    metric: str = "loss"
-    better: Literal["lower", "higher"] = "lower"
-    pairs: list[list[str]] = []
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a sweep."""
-
-    setting: str
-    variant: str
-    choice: str
-    seed: int
-    folder: Path
-    overrides: tuple[str, ...]
-    settings: Config
-
-    @property
-    def log(self) -> Path:
-        return self.folder.with_name(self.folder.name + ".log")
-
-
-def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep, list[Run]]:
-    """The sweep and its runs, in order. folder and extra (section.key=value, for every run) replace the file's. Raises SweepError."""
-    sweep = _read(path)
-    for pair in sweep.pairs:
-        if len(pair) != 2 or not set(pair) <= sweep.variants.keys():
-            raise SweepError(f"{path}: pairs={pair} is not two of the variants {', '.join(sweep.variants)}")
-    root = Path(folder or sweep.folder)
-    runs = []
-    for seed in sweep.seeds:
-        for setting, first in sweep.settings.items():
-            for variant, second in sweep.variants.items():
-                for choice, third in sweep.choices.items():
-                    where = root / setting / variant / choice / f"seed_{seed}"
-                    own = (f"run_dir={where}", f"train.seed={seed}", f"data.seed={seed}")
-                    overrides = (*first, *second, *third, *extra, *own)
-                    runs.append(Run(setting, variant, choice, seed, where, overrides, config.load(sweep.base, list(overrides))))
-    for run in runs:
-        steps, every = run.settings.train.steps, run.settings.eval.every
-        if not every or steps % every:
-            raise SweepError(f"{path}: eval.every={every} must divide train.steps={steps}, so that a run ends with a validation")
-    return sweep, runs
-
-
-def _read(path: str | Path) -> Sweep:
-    try:
-        tree = config.parse(Path(path).read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SweepError(f"cannot read the sweep {path}: {error}") from error
-    of_a_run = [key for key in Config.model_fields if key in tree]
-    if of_a_run and not tree.keys() & Sweep.model_fields.keys():
-        required = [name for name, field in Sweep.model_fields.items() if field.is_required()]
-        raise SweepError(
-            f"{path} is the configuration of one run, for `python -m pdn_train.train {path}`: it has {', '.join(of_a_run)}, and not the "
-            f"{', '.join(required)} of a sweep"
-        )
-    try:
-        return Sweep.model_validate(tree)
-    except ValidationError as error:
-        raise SweepError(f"{path}: {explain(error, list(Sweep.model_fields))}") from None
-
-
-def require_same_settings(runs: list[Run]) -> None:
-    """Raise SweepError where a run's folder holds validations under other settings than the run's, but for the keys in its resume.allow."""
-    others = {run.folder: found for run in runs if (found := _differences(run))}
-    if not others:
-        return
-    folder, found = next(iter(others.items()))
-    named = "; ".join(f"{key}: {text}" for key, text in found.items())
-    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    raise SweepError(
-        f"{folder}{more} holds results under other settings: {named}. They are neither counted nor trained over: give the same settings "
-        "(and --set) again, take another --folder (or `folder:`), or remove these; if this is meant, "
-        f"--set 'resume.allow=[{', '.join(found)}]'"
-    )
-
-
-def _differences(run: Run) -> dict[str, str]:
-    run_dir = RunDir(run.folder)
-    if not run_dir.config.exists() or not run_dir.validation.exists() or not run_dir.validation.read_text().strip():
-        return {}
-    found = differences(run_dir.config, run.settings)
-    return {key: text for key, text in found.items() if key not in run.settings.resume.allow}
-
-
-# ---- running ----
-
-
-def value(sweep: Sweep, run: Run) -> float | None:
-    """The metric after a run's last step; None where it is not done."""
-    file = RunDir(run.folder).validation
-    lines = file.read_text().splitlines() if file.exists() else []
-    entry = parse_line(lines[-1]) if lines else None
-    if entry is None or entry.get("step") != run.settings.train.steps:
-        return None
-    for key in sweep.metric.split("/"):
-        entry = entry[key]
-    return float(entry)
 
 
 def complaint(log: Path, start: int) -> str:
@@ -272,27 +140,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="run these settings or variants only")
     parser.add_argument("--discard-checkpoints", action="store_true", help="remove a run's checkpoints once it is done")
     parser.add_argument("--summary", action="store_true", help="run nothing; print and write the table")
-    a = parser.parse_args(argv)
     try:
-        if a.jobs < 1:
-            raise SweepError(f"--jobs {a.jobs} is below 1")
-        sweep, runs = load(a.sweep, a.folder, a.set)
-        only = {name for name in a.only.split(",") if name}
-        if unknown := only - sweep.settings.keys() - sweep.variants.keys():
-            raise SweepError(f"--only {sorted(unknown)[0]}: there are {', '.join([*sweep.settings, *sweep.variants])}")
-        require_same_settings(runs)
-        root = Path(a.folder or sweep.folder)
-        if a.summary and not root.is_dir():
-            raise SweepError(f"{root} is not a folder: nothing of this sweep has run there; name the one that has with --folder")
+        return _act(parser.parse_args(argv))
     except (SweepError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _act(a: argparse.Namespace) -> int:
+    if a.jobs < 1:
+        raise SweepError(f"--jobs {a.jobs} is below 1")
+    sweep, runs = load(a.sweep, a.folder, a.set)
+    only = {name for name in a.only.split(",") if name}
+    if unknown := only - sweep.settings.keys() - sweep.variants.keys():
+        raise SweepError(f"--only {sorted(unknown)[0]}: there are {', '.join([*sweep.settings, *sweep.variants])}")
+    require_same_settings(runs)
+    root = Path(a.folder or sweep.folder)
+    if a.summary and not root.is_dir():
+        raise SweepError(f"{root} is not a folder: nothing of this sweep has run there; name the one that has with --folder")
     failed: list[Run] = []
     if not a.summary:
-        wanted = [r for r in runs if _chosen(r, only, sweep) and value(sweep, r) is None]
+        done = [r for r in runs if value(sweep, r) is not None]
+        wanted = [r for r in runs if _chosen(r, only, sweep) and r not in done]
         print(f"{len(wanted)} of {len(runs)} runs to do", flush=True)
-        done = sum(value(sweep, r) is not None for r in runs)
-        failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, done).run(wanted, a.jobs)
+        failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, len(done)).run(wanted, a.jobs)
     made = summary(sweep, runs)
     root.mkdir(parents=True, exist_ok=True)
     write_whole(root / "summary.json", (json.dumps(made, indent=2) + "\n").encode())

@@ -132,7 +132,7 @@ def recall_lengths(subject: Subject, options: Options) -> tuple[int, tuple[int, 
 
 def needle(variants: tuple[str, ...], subject: Subject, options: Options) -> dict:
     """Task niah: the accuracy of each variant at each length, and over all of them."""
-    count, prose, lengths = needle_lengths(variants, subject, options)
+    count, prose, lengths = _needles(variants, subject, options)
     found: dict = {}
     for variant in variants:
         for length in lengths:
@@ -143,17 +143,21 @@ def needle(variants: tuple[str, ...], subject: Subject, options: Options) -> dic
     return {"samples": count, "accuracy": sum(every) / len(every), **found}
 
 
-def needle_lengths(variants: tuple[str, ...], subject: Subject, options: Options) -> tuple[int, str, tuple[int, ...]]:
-    """The number of prompts, text and lengths of task niah. Raises EvaluationError and NiahError where no such prompts can be made."""
+def check_needle_lengths(variants: tuple[str, ...], subject: Subject, options: Options) -> None:
+    """Raise EvaluationError or NiahError where task niah has no tokenizer or text, or a length no room for its prompts."""
+    count, prose, lengths = _needles(variants, subject, options)
+    for variant in variants:
+        for length in lengths:
+            niah.check(variant, length, count, subject.tokenizer, options.seed, prose)
+
+
+def _needles(variants: tuple[str, ...], subject: Subject, options: Options) -> tuple[int, str, tuple[int, ...]]:
+    """The number of prompts, text and lengths of task niah."""
     if subject.tokenizer is None:
         raise EvaluationError(f"{subject.name} has no tokenizer.model: put the one its shards were made with there")
     prose = "" if variants == ("niah_1",) else _prose(subject, options)
     count = 500 if options.samples is None else options.samples
-    lengths = options.lengths or (512, 1024, 2048, 4096, 8192)
-    for variant in variants:
-        for length in lengths:
-            niah.check(variant, length, count, subject.tokenizer, options.seed, prose)
-    return count, prose, lengths
+    return count, prose, options.lengths or (512, 1024, 2048, 4096, 8192)
 
 
 def _harness(name: str, tasks: tuple[str, ...] | None, subject: Subject, options: Options) -> dict:
@@ -185,8 +189,8 @@ TASKS: dict[str, Callable[[Subject, Options], dict]] = {
 # task -> what raises where its lengths do not do: asked of all tasks before the first one takes its time
 LENGTHS: dict[str, Callable[[Subject, Options], object]] = {
     "mqar": recall_lengths,
-    "niah": partial(needle_lengths, tuple(niah.KINDS)),
-    **{variant: partial(needle_lengths, (variant,)) for variant in niah.KINDS},
+    "niah": partial(check_needle_lengths, tuple(niah.KINDS)),
+    **{variant: partial(check_needle_lengths, (variant,)) for variant in niah.KINDS},
 }
 
 
@@ -199,14 +203,20 @@ def _shards(subject: Subject, options: Options) -> str:
 
 def _prose(subject: Subject, options: Options) -> str:
     """The text of --prose, or of the first tokens of the shards."""
-    if options.prose is not None:
+    if options.prose is None:
+        source = _shards(subject, options)
+        shards = Shards.open(source)
+        ids = shards.read(0, min(shards.tokens, PROSE_TOKENS)).tolist()
+        text = subject.tokenizer.decode([i for i in ids if i < subject.tokenizer.vocab_size])
+    else:
+        source = f"--prose {options.prose}"
         try:
-            return Path(options.prose).read_text()
+            text = Path(options.prose).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise EvaluationError(f"--prose {options.prose}: {error}") from error
-    shards = Shards.open(_shards(subject, options))
-    ids = shards.read(0, min(shards.tokens, PROSE_TOKENS)).tolist()
-    return subject.tokenizer.decode([i for i in ids if i < subject.tokenizer.vocab_size])
+            raise EvaluationError(f"{source}: {error}") from error
+    if not text.split():
+        raise EvaluationError(f"{source} holds no words: name a text with --prose")
+    return text
 
 
 def _batches(samples: Samples, count: int, micro_batch: int, reset_at_documents: bool) -> Iterator[Batch]:

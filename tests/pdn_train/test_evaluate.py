@@ -226,8 +226,10 @@ def test_needles_are_looked_for_in_the_text_of_the_shards(run, tmp_path, capsys)
     for more in ([], ["--prose", str(tmp_path / "prose.txt")]):
         assert evaluate.main([str(run[0]), "--tasks", "niah_3", "--lengths", "480", "--samples", "1", "--device", "cpu", *more]) == 0
         assert json.loads(capsys.readouterr().out)["niah_3"] == {"samples": 1, "accuracy": 0.0, "niah_3": {"480": 0.0}}
-    assert evaluate.main([str(run[0]), "--tasks", "niah_3", "--device", "cpu", "--prose", str(tmp_path / "none")]) == 1
-    assert "--prose" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_text(" \n")
+    for name in ("none", "empty.txt"):
+        assert evaluate.main([str(run[0]), "--tasks", "niah_3", "--device", "cpu", "--prose", str(tmp_path / name)]) == 1
+        assert f"--prose {tmp_path / name}" in capsys.readouterr().err
 
 
 def test_the_configuration_knows_the_tasks_that_can_run_while_training():

@@ -82,6 +82,14 @@ def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, 
     assert (tmp_path / "runs" / "summary.md").read_text().strip() in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("metric", ["tasks/mqar", "tasks/niah/accuracy", "perplexity"])
+def test_a_metric_that_the_runs_do_not_measure(metric, file, trained, capsys):
+    file.write_text(file.read_text().replace("tasks/mqar/accuracy", metric))
+    assert sweep.main([str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"error: metric {metric} is no number" in said and "has step, loss, tasks/mqar/accuracy" in said
+
+
 def test_a_last_validation_that_a_kill_cut_short_is_none(file):
     """The run resumes from its checkpoint and validates again."""
     made, runs = sweep.load(str(file), None, [])
