@@ -1,11 +1,12 @@
 """Many runs of one configuration, compared with seeds: `python -m pdn_train.sweep yaml/sweep_X.yaml [--jobs N] [--gpus N] [--minutes M]`.
 
-Runs are `python -m pdn_train.train` with the overrides of a sweep file (`pdn_train.sweep_file` has its keys), N at once (--jobs), on the GPUs
-in turn (--gpus; 0: as the configuration says), the first seed of everything first. What is done is not done again, and what was interrupted
-goes on from its checkpoint: the same command resumes. Where a run's folder holds validations under other settings (`pdn_train.deciding`,
-less resume.allow) the sweep is refused before anything starts: they are neither counted nor trained over. After M minutes no run is started
-and those that go on are told to stop (they write a checkpoint). A run that fails is named with its log and what that says, and the others
-go on; but where the first run of the sweep to end cannot run here (exit code 2) no more are started, for they would meet the same.
+Runs are `python -m pdn_train.train` with the overrides of a sweep file (`pdn_train.sweep_file` has its keys), N at once (--jobs), on the
+GPUs in turn (--gpus; 0: as the configuration says), the first seed of everything first. What is done is not done again, and what was
+interrupted goes on from its checkpoint: the same command resumes. Where a run's folder holds validations under other settings
+(`pdn_train.deciding`, less resume.allow) the sweep is refused before anything starts: they are neither counted nor trained over. After M
+minutes no run is started and those that go on are told to stop (they write a checkpoint). A run that fails is named with its log and what
+that says, and the others go on; but where the first run of the sweep to end cannot run here (exit code 2) no more are started, for they
+would meet the same.
 
 Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
 its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
