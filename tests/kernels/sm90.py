@@ -139,7 +139,7 @@ def variants(what: str) -> list[dict]:
     from kernels.layout import chunk_rows, layout
 
     dtype = torch.float32 if "fp32" in what else torch.bfloat16
-    H, K, V = (3, 120, 104) if "odd" in what else (1, 256, 256) if "wide" in what else (1, 128, 128)
+    H, K, V = (3, 120, 104) if "odd" in what else (1, 256, 256) if "wide" in what else (4, 128, 128)
     T, device = 32768 if "long" in what else 128, torch.device("cpu")  # long: cut into pieces
     flags = [("channel" in what or "odd" in what, False)] if "plain" in what else [(True, True)]
     with Compilations() as compilations:
