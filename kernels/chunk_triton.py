@@ -79,6 +79,8 @@ def run(
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):  # Triton launches on the current device
             return run(q, k, v, beta, decay, precond, scale, normalize_qk, state, bounds, relay)
+    if relay is not None and relay.pieces == 1:
+        relay = None  # nothing arrives and nothing is handed on
     batch, length, _, key = q.shape
     value = v.shape[-1]
     table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)

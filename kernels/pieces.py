@@ -6,8 +6,8 @@ with M^T:
 
     S_{j+1} = M_j S_j + b_j ;  dS_j = M_j^T dS_{j+1} + c_j
 
-in fp32 (3xTF32). One program a sequence, head and block of value channels, which are the rows: S^T as a left operand of 16 rows, and a
-piece's M on its way while those before it are passed. Cost: a second scan without outputs, and M.
+in fp32 (3xTF32). One program a sequence, head and block of value channels, which are the rows: S^T as a left operand of 16 rows, and (up
+to 128 key channels) a piece's M on its way while those before it are passed. Cost: a second scan without outputs, and M.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     a_t = exp(p_t) a_{t-1} + c_t khat_t^2                                                        (docs/paper.md, section 1)
 
-Forward, two launches: `_sums` makes each chunk's own part (chunk-parallel), `_chain` carries it over the chunks of a sequence.
+Forward, two launches: `_sums` makes each chunk's own part (chunk-parallel), `_chain` carries it over the chunks of a sequence; backward
+the same `_chain` carries gradients (`statistic_backward`).
 
     own = sum_t exp(P_C - P_t) c_t khat_t^2 ;  a_start' = exp(P_C) a_start + own
 
@@ -22,7 +23,7 @@ from kernels.layout import Inputs, Layout
 from kernels.tiles import cumulate, last, load_gate, load_tile
 from kernels.tuned import setting
 
-STEP = 512  # chunks that the chain takes at once, at most
+STEP, LONG_STEP = 64, 512  # chunks that the chain takes at once, at most; of few long sequences
 CHANNELS = 16  # of the chain's programs
 
 
@@ -104,14 +105,14 @@ def sums(x: Inputs, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def chain(x: Inputs, layout: Layout, own: tuple[Tensor, Tensor], start: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """What each chunk meets [M, H, K] and what each sequence ends with [S, H, K], from what `sums` made and start [S, H, K], None for zero;
-    reverse: from the last chunk to the first."""
+    """What each chunk meets [M, H, K] and what each sequence ends with [S, H, K], from each chunk's own part [M, H, K] and what it leaves
+    of the one it meets [M, H] (`sums`; backward `statistic_backward`), and start [S, H, K], None for zero. reverse: last chunk first."""
     (_, H, K), (M, S) = x.k.shape, layout.counts
     states, end = (torch.empty(n, H, K, dtype=torch.float32, device=x.k.device) for n in (M, S))
-    step = max(2, min(STEP, power_of_2(layout.longest)))
+    step = max(2, min(LONG_STEP if layout.cut else STEP, power_of_2(layout.longest)))
     launch(
         _chain, S * H * cdiv(K, CHANNELS), (x.key, start is None),
         *own, start, states, end, layout.sequences, H,
-        K=K, BK=CHANNELS, STEP=step, GIVEN=start is not None, REVERSE=reverse, num_warps=8 if step == STEP else 4,
+        K=K, BK=CHANNELS, STEP=step, GIVEN=start is not None, REVERSE=reverse, num_warps=8 if step > STEP else 4,
     )  # fmt: skip
     return states, end

@@ -176,20 +176,20 @@ def backward(
     """
     (N, H, K), (M, _) = x.k.shape, layout.counts
     sizes = (M, H, K), (M, H), (M, H), (H,), (N, H), (N, H)
-    start, centers, keep, dcenter, *own = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in sizes)
+    dstart, centers, keep, dcenter, *own = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in sizes)
     choice, wide, unit = setting("statistic_inside", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     launch(
         _inside, M * H, x.key,
-        x.k, solved.rows, x.forget, x.gain, x.center, a_start, gradients.w, gradients.k, *own, centers, start, keep,
+        x.k, solved.rows, x.forget, x.gain, x.center, a_start, gradients.w, gradients.k, *own, centers, dstart, keep,
         layout.chunks, H, x.k.stride(0) // unit, x.log_bound, x.eps,
         K=K, BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit, DOT=tl.float32 if wide else tl.bfloat16,
         PRECISION=dot_precision(x.k), num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    d_end, da_0 = chain(x, layout, (start, keep), da, reverse=True)
+    d_end, da_0 = chain(x, layout, (dstart, keep), da, reverse=True)
     if hand_back is not None:
         whole = hand_back(da_0)
         if whole is not da:
-            d_end, da_0 = chain(x, layout, (start, keep), whole, reverse=True)
+            d_end, da_0 = chain(x, layout, (dstart, keep), whole, reverse=True)
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
     choice = setting("statistic_finish", x.k)
     launch(

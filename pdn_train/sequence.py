@@ -8,7 +8,8 @@ ways, which differ in what is on the wire and in how many steps follow each othe
     pipelined      S itself from rank to rank, in blocks of value channels, each rank applying its own map
 
 With two ranks no map is needed: what a rank hands on is what the other one starts from. On the wire everything is fp32 (fp64 for fp64
-inputs). The first rank forward and the last one backward wait for nobody: they run ahead, and what they give is there when it is asked for.
+inputs). In all-gathers over the whole line the first rank forward and the last one backward wait for nobody: they run up to AHEAD exchanges
+ahead, and what they give is there when it is asked for.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ from pdn_train.world import World
 
 Method = Literal["gather", "hierarchical", "pipelined"]
 GATHERED = 8  # ranks up to which a hand-on is an all-gather: 80 us a call against 132 us of a send and a receive (docs/sequence.md)
-
-
-AHEAD = 6  # exchanges by which a rank that only gives may be before the others: two layers
+AHEAD = 6  # exchanges by which a rank that only gives may be before the others: two layers' where each has three
 
 
 class Wire(Protocol):
@@ -40,7 +39,8 @@ class Wire(Protocol):
     size: int
 
     def gather(self, x: Tensor, read: bool = True) -> Tensor | None:
-        """[size, *x.shape]: every rank's x, in rank order. read false: this rank only gives its own and waits for nobody; None."""
+        """[size, *x.shape]: every rank's x, in rank order. read false: None; this rank only gives its own, which nobody may write to again,
+        and does not wait for the others."""
 
     def exchange(self, give: Tensor | None, to: int, take: Tensor | None, source: int) -> None:
         """Send `give` to rank `to` and fill `take` with what rank `source` sends. None, or a rank that does not exist: left out."""
@@ -56,10 +56,12 @@ class GroupWire:
     def gather(self, x: Tensor, read: bool = True) -> Tensor | None:
         found = x.new_empty(self.size * x.numel())
         if read:
-            self._wait(0)  # calls of one group must not overtake each other
+            self._wait(
+                0
+            )  # NCCL runs a call that is waited for on the current stream, the others on its own: they must not overtake each other
             dist.all_gather_into_tensor(found, x.contiguous().view(-1), group=self._group)
             return found.view(self.size, *x.shape)
-        x = x.clone(memory_format=torch.contiguous_format)  # the caller may write to its own meanwhile
+        x = x.contiguous()
         self._given.append((dist.all_gather_into_tensor(found, x.view(-1), group=self._group, async_op=True), x, found))
         self._wait(AHEAD)
         return None
@@ -142,10 +144,10 @@ def shift(wire: Wire, x: Tensor, reverse: bool) -> Tensor:
     source = wire.rank + (1 if reverse else -1)
     there = 0 <= source < wire.size
     if wire.size <= GATHERED:
-        found = wire.gather(x, read=there)
         if not there:
+            wire.gather(x.clone(), read=False)  # the caller may write to its own
             return torch.zeros_like(x)
-        return found[source].clone() if wire.size > 2 else found[source]  # the relay keeps it: not all ranks' with it
+        return wire.gather(x)[source].clone()  # the relay keeps it: not all ranks' with it
     found = (torch.empty_like if there else torch.zeros_like)(x, memory_format=torch.contiguous_format)
     wire.exchange(x, 2 * wire.rank - source, found, source)
     return found

@@ -6,9 +6,10 @@ Nothing arrives at a piece that is not handed on by an earlier one, nor backward
 import pytest
 import torch
 
-from kernels import maps
+from kernels import layout, maps
 from kernels.conv import short_conv
 from kernels.maps import Piece, Relay, follow
+from kernels.tables import Tables
 
 CUDA = torch.cuda.is_available()
 
@@ -88,6 +89,25 @@ def test_triton_in_pieces(name, heads, bounds, case, assert_close):
     assert_close(in_pieces(whole, 3, "triton", torch.float32, "cuda" if CUDA else "cpu"), whole.run("reference"), 1e-5)
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 75, 80, 90, 100, 120, 210]])
+def test_triton_in_pieces_of_which_some_are_cut_again(bounds, case, assert_close, monkeypatch):
+    """Each piece's scans run over pieces of its own where it is one of few sequences: all three, or the first and the last."""
+    monkeypatch.setattr(layout, "LONG", 2)
+    monkeypatch.setattr(layout, "PROGRAMS", 9)
+    monkeypatch.setattr(layout, "_tables", Tables())
+    whole = case("pgdn", 210, B=1, H=1, K=16, V=16, bounds=bounds, state=False, gates=0.05).rounded(torch.float32)
+    got = in_pieces(whole, 3, "triton", torch.float32, "cuda" if CUDA else "cpu")
+    cut = [table.cut for table in layout._tables.kept.values()]
+    assert any(cut) and all(cut) == (bounds is None)
+    assert_close(got, whole.run("reference"), 1e-5)
+
+
+def test_a_line_of_one_piece(case, assert_close):
+    """Nothing arrives and nothing is handed on."""
+    whole = case("pgdn", 24, B=1, H=1, K=16, V=16, state=False).rounded(torch.float32)
+    assert_close(in_pieces(whole, 1, "triton", torch.float32, "cuda" if CUDA else "cpu"), whole.run("reference"), 1e-5)
+
+
 @pytest.mark.skipif(not CUDA, reason="the sizes of a GPU")
 @pytest.mark.parametrize("pieces", [2, 3])
 @pytest.mark.parametrize("bounds", [None, [0, 3000, 6145, 6146, 12288]])
@@ -96,6 +116,14 @@ def test_triton_in_pieces_that_are_cut_again(name, bounds, pieces, case, assert_
     whole = case(name, 12288, B=1, H=3, K=128, V=128, bounds=bounds, state=False, gates=0.05).rounded(torch.float32)
     judge = {n: x.cpu() for n, x in whole.run("torch", device="cuda").items()}
     assert_close(in_pieces(whole, pieces, "triton", torch.float32, "cuda"), judge, 1e-5)
+
+
+@pytest.mark.skipif(not CUDA, reason="16 bit, which the interpreter does not compute as a GPU does")
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_triton_in_pieces_in_16_bit(name, case, assert_close):
+    whole = case(name, 12288, B=1, H=3, K=128, V=128, state=False, gates=0.05).rounded(torch.bfloat16)
+    judge = {n: x.cpu() for n, x in whole.run("torch", device="cuda").items()}
+    assert_close(in_pieces(whole, 3, "triton", torch.bfloat16, "cuda"), judge, 1e-2, states=5e-3)
 
 
 @pytest.mark.parametrize("starts", [None, [0, 12], [0, 11, 13], [0, 7, 8, 9, 23]])

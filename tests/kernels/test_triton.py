@@ -5,6 +5,8 @@ chunks of 32 rows, so the lengths are chosen round 32; 16-bit inputs, with chunk
 """
 
 import os
+import random
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from kernels import decode, layout  # noqa: E402
+from kernels import decode, layout, statistic  # noqa: E402
 from kernels.chunk import Preconditioner, State  # noqa: E402
 from kernels.chunk_triton import Call  # noqa: E402
 from kernels.tables import Tables  # noqa: E402
@@ -68,6 +70,44 @@ def test_long_sequences_in_pieces(name, bounds, case, assert_close, monkeypatch)
     got = run(one)
     assert next(iter(layout._tables.kept.values())).cut
     assert_close(got, one.run("reference"), TOLERANCE)
+
+
+def test_long_sequences_of_wide_heads(case, assert_close, monkeypatch):
+    """More than 128 key channels: the maps of the pieces come in parts."""
+    monkeypatch.setattr(layout, "LONG", 2)
+    monkeypatch.setattr(layout, "_tables", Tables())
+    one = case("pgdn", 40, B=1, H=1, K=144, V=16).rounded(torch.float32)
+    got = run(one)
+    assert next(iter(layout._tables.kept.values())).cut
+    assert_close(got, one.run("reference"), TOLERANCE)
+
+
+@pytest.mark.parametrize("long", [2, 64], ids=["cut", "whole"])
+def test_the_statistic_over_many_chunks(long, case, assert_close, monkeypatch):
+    """More than the chain takes at once, forward and backward, from and to given states."""
+    monkeypatch.setattr(layout, "LONG", long)
+    monkeypatch.setattr(layout, "_tables", Tables())
+    for name in ("STEP", "LONG_STEP"):
+        monkeypatch.setattr(statistic, name, 2)
+    one = case("pdn", 106, bounds=[0, 0, 72, 73, 106], H=1, K=16, V=16).rounded(torch.float32)
+    assert_close(run(one), one.run("reference"), TOLERANCE)
+
+
+def test_spans_fill_the_card_once():
+    """Random lengths: cut where three spans a sequence find room, never into more programs than the card takes, every chunk once."""
+    draw = random.Random(0)
+    for _ in range(500):
+        heads = draw.randint(1, 64)
+        bounds = (0, *accumulate(draw.choice((0, 1, 64, 5000, draw.randint(1, 200_000))) for _ in range(draw.randint(1, 9))))
+        sequences = [0 if a == b else -(-(b - a) // 64) for a, b in pairwise(bounds)]
+        made = layout._build(bounds, 64, heads, torch.device("cpu"))
+        few = len(sequences) * heads <= layout.PROGRAMS // 3 and max(sequences) >= layout.LONG
+        assert made.cut == few
+        if few:
+            assert len(made.spans) * heads <= layout.PROGRAMS and made.spans[:, 1].sum() == sum(sequences)
+            longest = sequences.index(max(sequences))
+            assert made.pieces[longest, 1] >= 3
+            assert made.spans[:, 3].sum() == bounds[-1]
 
 
 def over_time(x, like):

@@ -17,10 +17,11 @@ from queue import Queue
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kernels.maps import Piece
 from kernels.recurrence import RECURRENCES
-from pdn_train.sequence import AHEAD, METHODS, Line, Network, choose, seconds, shift
+from pdn_train.sequence import AHEAD, METHODS, GroupWire, Line, Network, choose, seconds, shift
 
 WORKER = Path(__file__).with_name("sequence_worker.py")
 worker = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("sequence_worker", WORKER))
@@ -113,6 +114,34 @@ def test_the_first_rank_waits_for_nobody(found):
     """It made its calls before the second rank made any, and changed what it had given: what arrives is as given. (Else the ranks hang.)"""
     assert [x.unique().tolist() for x in found[1]["ahead"]] == [[n] for n in range(AHEAD)]
     assert not any(x.any() for x in found[0]["ahead"])
+
+
+@pytest.mark.parametrize("call", ["gather", "exchange"])
+def test_a_call_that_waits_comes_after_those_that_did_not(call, monkeypatch):
+    """In order of their issue; one that only gives waits for those further back than AHEAD. (A group of gloo keeps the order by itself.)"""
+    calls = []
+
+    class Work:
+        def __init__(self, number):
+            self.number = number
+
+        def wait(self):
+            calls.append(f"wait {self.number}")
+
+    def all_gather(found, x, group, async_op=False):
+        calls.append("gather")
+        return Work(len([c for c in calls if c == "gather"]) - 1) if async_op else None
+
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
+    wire = GroupWire(None)
+    for _ in range(AHEAD + 1):
+        assert wire.gather(torch.zeros(2), read=False) is None
+    assert calls == ["gather"] * (AHEAD + 1) + ["wait 0"]
+    calls.clear()
+    wire.gather(torch.zeros(2)) if call == "gather" else wire.exchange(None, 1, None, -1)
+    assert calls == [f"wait {n}" for n in range(1, AHEAD + 1)] + ["gather"] * (call == "gather")
 
 
 class ThreadWire:
