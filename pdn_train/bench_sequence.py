@@ -3,7 +3,7 @@
 The recurrence forward and backward, on the whole sequence on every rank by itself and in pieces on all of them together: milliseconds a
 call of ten in a row, as a model's layers follow each other, the median of the slowest rank, and the largest relative RMS difference of
 outputs and gradients over ranks. Then what `choose` reckons with, as measured here: all-gathers of a small and a large tensor, a hand-on to
-the next rank, a product of maps. bf16, fp32 gates.
+the next rank, a product of maps. fp32 gates; --dtype for the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdn_train.world import World
 REPEATS = 20
 
 
-def operands(name: str, B: int, T: int, H: int, D: int, device: torch.device) -> dict[str, Tensor]:
+def operands(name: str, B: int, T: int, H: int, D: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Random tensors of one call, the same on every rank; log decays near zero, so that states reach over the pieces."""
     generator, kind = torch.Generator().manual_seed(0), RECURRENCES[name]
     shapes = dict.fromkeys(("q", "k", "v", "do"), (B, T, H, D)) | {"beta": (B, T, H)}
@@ -36,7 +36,7 @@ def operands(name: str, B: int, T: int, H: int, D: int, device: torch.device) ->
     made = {}
     for n, shape in shapes.items():
         if n in ("q", "k", "v", "do"):
-            made[n] = torch.randn(shape, generator=generator).bfloat16()
+            made[n] = torch.randn(shape, generator=generator).to(dtype)
         else:
             made[n] = torch.rand(shape, generator=generator) * (-1e-3 if n in ("decay", "forget") else 1)
     return {n: x.to(device) for n, x in made.items()}
@@ -72,9 +72,9 @@ def _wait(world: World) -> None:
         torch.cuda.synchronize()
 
 
-def compare(name: str, shape: tuple[int, ...], world: World, line: Line, backend: str, repeats: int) -> str:
+def compare(name: str, shape: tuple[int, ...], dtype: torch.dtype, world: World, line: Line, backend: str, repeats: int) -> str:
     B, T, H, D = shape
-    whole = operands(name, B, T, H, D, world.device)
+    whole = operands(name, B, T, H, D, world.device, dtype)
     tokens = T // world.size
     span = slice(world.rank * tokens, (world.rank + 1) * tokens)
     mine, piece = {n: x[:, span].contiguous() for n, x in whole.items()}, Piece.cut(T, B, None, world.rank, world.size)
@@ -117,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--recurrence", action="append", choices=tuple(RECURRENCES))
     parser.add_argument("--shape", default="1,65536,8,128", metavar="B,T,H,D")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--backend", choices=("triton", "torch"), default="triton")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     options = parser.parse_args(arguments)
@@ -126,10 +127,12 @@ def main(arguments: list[str] | None = None) -> None:
     world.sequence = world.size
     world.start(600)
     line = connect(world, 600)
-    lines = [f"{world.size} x {torch.cuda.get_device_name() if world.device.type == 'cuda' else 'cpu'}, torch {torch.__version__}; ms"]
+    lines = [
+        f"{world.size} x {torch.cuda.get_device_name() if world.device.type == 'cuda' else 'cpu'}, torch {torch.__version__}, {options.dtype}; ms"
+    ]
     lines.append(f"{'':8}{'B,T,H,D':18}{'one rank':>10}{'in pieces':>12}{'':9}{'difference':>12}")
-    shape = tuple(int(n) for n in options.shape.split(","))
-    lines += [compare(name, shape, world, line, options.backend, options.repeats) for name in options.recurrence or ("pgdn",)]
+    shape, dtype = tuple(int(n) for n in options.shape.split(",")), getattr(torch, options.dtype)
+    lines += [compare(name, shape, dtype, world, line, options.backend, options.repeats) for name in options.recurrence or ("pgdn",)]
     lines += figures(world, line, options.repeats)
     if world.leads:
         print("\n".join(lines), flush=True)
