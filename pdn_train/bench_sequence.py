@@ -127,9 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
     world.sequence = world.size
     world.start(600)
     line = connect(world, 600)
-    lines = [
-        f"{world.size} x {torch.cuda.get_device_name() if world.device.type == 'cuda' else 'cpu'}, torch {torch.__version__}, {options.dtype}; ms"
-    ]
+    card = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
+    lines = [f"{world.size} x {card}, torch {torch.__version__}, {options.dtype}; ms"]
     lines.append(f"{'':8}{'B,T,H,D':18}{'one rank':>10}{'in pieces':>12}{'':9}{'difference':>12}")
     shape, dtype = tuple(int(n) for n in options.shape.split(",")), getattr(torch, options.dtype)
     lines += [compare(name, shape, dtype, world, line, options.backend, options.repeats) for name in options.recurrence or ("pgdn",)]

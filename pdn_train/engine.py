@@ -171,7 +171,8 @@ class Engine:
     def load(self, folder: Path) -> None:
         """Restore weights, masters and moments written by as many ranks at the same ZeRO stage, or at 1 or 2 in bf16, bit for bit."""
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # the names of what it reads, on every rank
+            found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
         if found is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {folder}")
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):

@@ -28,7 +28,7 @@ from kernels.maps import Piece, Relay, chain, compose, follow
 from pdn_train.world import World
 
 Method = Literal["gather", "hierarchical", "pipelined"]
-GATHERED = 8  # ranks up to which a hand-on is an all-gather: 80 us a call against 132 us of a send and a receive (docs/sequence.md)
+GATHERED = 8  # ranks up to which a hand-on is an all-gather: 80 us a call against 132 us of a send and a receive, on two GPUs
 AHEAD = 6  # exchanges by which a rank that only gives may be before the others: two layers' where each has three
 
 

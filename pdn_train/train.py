@@ -48,7 +48,7 @@ from pdn_train.stragglers import OwnTime
 from pdn_train.tasks import EvaluationError
 from pdn_train.watchdog import Watchdog
 from pdn_train.weights import WeightsError, find, load_into, load_weights
-from pdn_train.world import Disagreement, World, WorldError, own_rank, require_kernel_cache
+from pdn_train.world import Disagreement, World, WorldError, own_rank, own_ranks, require_kernel_cache
 
 log = logging.getLogger("pdn_train")
 
@@ -190,9 +190,9 @@ def log_to(file: Path | None) -> None:
 
 def dry_run(config: Config, world_size: int) -> str:
     """What would run on `world_size` ranks, as text: estimates, batch arithmetic, DeepSpeed's JSON."""
-    return (
-        f"{estimate.report(config, world_size)}\n\nDeepSpeed configuration:\n{json.dumps(deepspeed_config(config, world_size), indent=2)}"
-    )
+    ours = ", of which pdn_train/flat_zero.py makes ZeRO-2" if config.flat_zero and config.parallel.zero == 2 else ""
+    settings = json.dumps(deepspeed_config(config, world_size), indent=2)
+    return f"{estimate.report(config, world_size)}\n\nDeepSpeed configuration{ours}:\n{settings}"
 
 
 # What a user can mend: said in one line, without a traceback
@@ -274,7 +274,9 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            print(dry_run(config, config.launch.ranks), flush=True)
+            if own_rank():
+                return 0
+            print(dry_run(config, own_ranks() or config.launch.ranks), flush=True)
             return tell_faults(*data_faults(config))
         return start(config, stop or StopRequest())
     except ConfigError as error:

@@ -156,6 +156,11 @@ class World:
         return [value for value, _ in said]
 
 
+def own_ranks() -> int | None:
+    """The ranks that a launcher started, this one among them; None without a launcher. Before any `World` is."""
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
 def own_rank() -> int:
     """This process's rank, before there is a World to ask."""
     return int(os.environ.get("RANK", 0))

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pdn_train import train
+
 STEPS, EVERY = 14, 4
 SAME = ("step", "tokens", "loss", "lr", "grad_norm", "skipped_steps")
 CONFIG = """
@@ -373,3 +375,13 @@ def test_dry_run_starts_nothing(write):
     assert not run_dir(config).exists()
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "model.vocab_size=300"), 2)
     assert said.splitlines()[-1].endswith("set model.vocab_size to at least 512") and said.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("rank, said", [("0", "4 data-parallel ranks"), ("3", "")])
+def test_dry_run_under_torchrun_is_of_its_ranks(write, monkeypatch, capsys, rank, said):
+    """And said once, by the first of them."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert train.main([str(write(f"dry_{rank}")), "--dry-run", "train.global_batch=8", "train.micro_batch=2"]) == 0
+    out = capsys.readouterr().out
+    assert said in out and bool(out) == bool(said)
