@@ -99,6 +99,8 @@ class Training:
     def close(self) -> None:
         self._batches.close()
         self.engine.close()
+        for parameter in self.engine.model.parameters():  # DeepSpeed's methods on them outlive the engine: the weights need not
+            parameter.data = parameter.data.new_empty(0)
 
 
 def tokens(config: Config) -> tuple[Samples | Examples | RandomTokens, str]:
