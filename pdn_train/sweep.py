@@ -4,9 +4,9 @@ Runs are `python -m pdn_train.train` with the overrides of a sweep file (`pdn_tr
 GPUs in turn (--gpus; 0: as the configuration says), the first seed of everything first. What is done is not done again, and what was
 interrupted goes on from its checkpoint: the same command resumes. Where a run's folder holds validations under other settings
 (`pdn_train.deciding`, less resume.allow) the sweep is refused before anything starts: they are neither counted nor trained over. After M
-minutes no run is started and those that go on are told to stop (they write a checkpoint). A run that fails is named with its log and what
-that says, and the others go on; but where the first run of the sweep to end cannot run here (exit code 2) no more are started, for they
-would meet the same.
+minutes, at SIGTERM and at Ctrl-C no run is started and those that go on are told to stop (they write a checkpoint); after a signal the
+exit code is 75, start me again. A run that fails is named with its log and what that says, and the others go on; but where the first run
+of the sweep to end cannot run here (exit code 2) no more are started, for they would meet the same.
 
 Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
 its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
@@ -24,7 +24,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -50,7 +52,7 @@ class Runner:
 
     def __init__(self, sweep: Sweep, gpus: int, deadline: float, discard: bool, done: int):
         self._sweep, self._deadline, self._discard = sweep, deadline, discard
-        self._ended, self._hopeless = done, False
+        self._ended, self._hopeless, self.stopped = done, False, False
         self._slots: SimpleQueue = SimpleQueue()
         self._gpus = gpus
         self._going: set[subprocess.Popen] = set()
@@ -78,7 +80,7 @@ class Runner:
             run.folder.parent.mkdir(parents=True, exist_ok=True)
             started, logged = time.monotonic(), run.log.stat().st_size if run.log.exists() else 0
             code = self._train(run, slot)
-            if code == -signal.SIGTERM and time.monotonic() >= self._deadline:
+            if code in (-signal.SIGTERM, -signal.SIGINT) and time.monotonic() >= self._deadline:
                 code = REQUEUE  # told to stop while it was still starting
             word = {0: "done", REQUEUE: "stopped"}.get(code, f"FAILED ({code}), see {run.log}")
             said = complaint(run.log, logged) if code not in (0, REQUEUE) else ""
@@ -109,6 +111,11 @@ class Runner:
             with self._lock:
                 self._going.discard(process)
         return code
+
+    def stop(self, *_: object) -> None:
+        """Start no more runs and tell those that go on to stop. A handler of signals too."""
+        self._deadline, self.stopped = -math.inf, True
+        self._stop()
 
     def _stop(self) -> None:
         with self._lock:
@@ -159,18 +166,35 @@ def _act(a: argparse.Namespace) -> int:
     root = Path(a.folder or sweep.folder)
     if a.summary and not root.is_dir():
         raise SweepError(f"{root} is not a folder: nothing of this sweep has run there; name the one that has with --folder")
-    failed: list[Run] = []
+    failed, stopped = [], False
     if not a.summary:
         done = [r for r in runs if value(sweep, r) is not None]
         wanted = [r for r in runs if _chosen(r, only, sweep) and r not in done]
         print(f"{len(wanted)} of {len(runs)} runs to do", flush=True)
-        failed = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, len(done)).run(wanted, a.jobs)
+        runner = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, len(done))
+        with handled(runner.stop):
+            failed = runner.run(wanted, a.jobs)
+        stopped = runner.stopped
     made = summary(sweep, runs)
     root.mkdir(parents=True, exist_ok=True)
     write_whole(root / "summary.json", (json.dumps(made, indent=2) + "\n").encode())
     write_whole(root / "summary.md", table(made).encode())
     print(table(made))
-    return 1 if failed else 0
+    return 1 if failed else REQUEUE if stopped else 0
+
+
+@contextmanager
+def handled(stop: Callable[[int, object], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C call stop. A shell that has what it runs in the background ignore Ctrl-C is left that."""
+    given = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    taken = {number: before for number, before in given.items() if before != signal.SIG_IGN}
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, before in taken.items():
+            signal.signal(number, before)
 
 
 def _chosen(run: Run, only: set[str], sweep: Sweep) -> bool:

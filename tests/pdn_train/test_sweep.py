@@ -1,8 +1,14 @@
 """A sweep runs what is not done, resumes, says what failed; its table is the arithmetic of `statistics`; the sweeps of yaml/ are fair."""
 
+import contextlib
 import json
 import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +16,7 @@ import pytest
 from pdn_train import estimate, sweep
 from pdn_train.compare import compare, table
 from pdn_train.config import dump
+from pdn_train.signals import REQUEUE
 from pdn_train.sweep import Runner
 
 FOLDER = Path(__file__).resolve().parents[2] / "yaml"
@@ -187,6 +194,31 @@ def test_a_run_is_trained_for_real(file, tmp_path):
     made = json.loads((tmp_path / "runs/summary.json").read_text())
     accuracy = json.loads(lines[-1])["tasks"]["mqar"]["accuracy"]
     assert made["settings"]["short"]["variants"]["pgdn"]["values"]["1"] == accuracy
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_its_runs_with_a_checkpoint(file, tmp_path, number):
+    """To the sweep alone: its run stops and no other starts. The same command goes on from there."""
+    more = ["--set", "train.steps=100000", "--set", "checkpoint.every=100000", "--set", "eval.every=100000", "--set", "log.every=1"]
+    command = [sys.executable, "-m", "pdn_train.sweep", str(file), "--only", "short", *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    first = tmp_path / "runs/short/gdn/only/seed_1"
+    try:
+        wait_for(lambda: (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").read_text().count("\n") > 2)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == REQUEUE and f"{first}: stopped after" in said and said.count(" after ") == 1
+    assert list((first / "checkpoints").iterdir()) and not first.with_name("seed_2").exists()
+
+
+def wait_for(true, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.fixture
