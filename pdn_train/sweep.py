@@ -107,6 +107,8 @@ class Runner:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             with self._lock:
                 self._going.add(process)
+                if time.monotonic() >= self._deadline:  # which came while the process was made
+                    process.send_signal(signal.SIGTERM)
             code = process.wait()
             with self._lock:
                 self._going.discard(process)
