@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -201,7 +202,8 @@ def test_a_signal_stops_its_runs_with_a_checkpoint(file, tmp_path, number):
     """To the sweep alone: its run stops and no other starts. The same command goes on from there."""
     more = ["--set", "train.steps=100000", "--set", "checkpoint.every=100000", "--set", "eval.every=100000", "--set", "log.every=1"]
     command = [sys.executable, "-m", "pdn_train.sweep", str(file), "--only", "short", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # these tests may themselves run in the background of a shell
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heard)
     first = tmp_path / "runs/short/gdn/only/seed_1"
     try:
         wait_for(lambda: (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").read_text().count("\n") > 2)
