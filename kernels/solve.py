@@ -1,12 +1,10 @@
-"""The chunk-local solve: row norms, cumulative decay, the write key, N and QW. One program a chunk and head, one launch.
+"""The chunk-local solve: row norms, cumulative decay, N and QW. One program a chunk and head, one launch.
 
-    rk = 1 / sqrt(sum k^2 + 1e-6) ;  khat = rk k ;  G = the cumulative log decay
-    A = exp(P) a_start + M_p (c khat^2) ;  r = log(A + eps) - m ;  s = r / (1 + |r|) ;  b = exp(-log(x) s) ;  w = b khat
+    rk = 1 / sqrt(sum k^2 + 1e-6) ;  khat = rk k ;  G = the cumulative log decay ;  w = `kernels.write_keys`' or khat
     L_ij = (khat_i . w_j) exp(G_i - G_j), i > j ;  N = (I + L B)^-1 L, B = diag(beta) ;  QW_ij = scale (qhat_i . w_j) exp(G_i - G_j), i >= j
 
-with M_p the decayed mask of the statistic, P its cumulative log decay; of A's terms only the product with the strict mask is rounded, to
-bf16 where the inputs have 16 bits. First the inverse D of the four 16 x 16 diagonal blocks of I + L B, from blocks of 2 to 4, 8, 16. Then
-Y = D L, and with E the part of Y B outside the diagonal blocks, which is nilpotent (E^4 = 0 with four blocks),
+First the inverse D of the four 16 x 16 diagonal blocks of I + L B, from blocks of 2 to 4, 8, 16. Then Y = D L, and with E the part of
+Y B outside the diagonal blocks, which is nilpotent (E^4 = 0 with four blocks),
 
     I + L B = D^-1 (I + E) ;  N = (I + E)^-1 Y = (I - E) (I + E^2) Y
 
@@ -16,8 +14,8 @@ k are not normalised and L may be past fp16's range, in TF32. Powers of L B itse
 
 A decay a channel has `kernels.solve_channel` instead.
 
-Cost, D = 128, 16 bit: reads q and k 512 B, writes t and qw 256 B, rows 32 B and with a preconditioner w 256 B a token and
-head; t is written and read before as scratch, mostly in the cache.
+Cost, D = 128, 16 bit: reads q and k 512 B and with a preconditioner w 256 B, writes t and qw 256 B and rows 32 B a token and head; t is
+written and read before as scratch, mostly in the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout, Solved
@@ -36,7 +33,6 @@ from kernels.tiles import (
     KEY_NORM,
     KEY_READ,
     KINDS,
-    LOG2E,
     LOW,
     QUERY_NORM,
     QUERY_READ,
@@ -97,62 +93,35 @@ def _norms(x, token, count, stride, head, K: tl.constexpr, BD: tl.constexpr, C: 
 
 
 @triton.jit
-def _log2(x, DOT: tl.constexpr):
-    """log2 of x [C, BD] fp32: one instruction, right to 2^-22, where 16-bit inputs allow it; a dozen else."""
-    if tl.float32 == DOT:
-        return tl.log2(x)
-    return libdevice.fast_log2f(x)
-
-
-@triton.jit
-def _write_keys(k, rk, decayed, c, a, center, log_bound, eps, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """w [C, BD] fp32 = b * khat for some channels, from k [C, BD], M_p below the diagonal [C, C] in DOT and a [C, BD] = exp(P) a_start."""
-    gained = (c * rk * rk)[:, None] * k * k
-    # the factor keeps the sum out of the product's accumulator, whose change of layout would come before its fence (`kernels.levels.sums`)
-    a += gained + tl.dot(decayed, (gained * 4096.0).to(DOT), input_precision=PRECISION) * (1.0 / 4096.0)
-    r = _log2(a + eps, DOT) * (1.0 / LOG2E) - center
-    slope = tl.rsqrt(1.0 + tl.abs(r))  # a division takes several instructions, as a logarithm in another base would
-    return tl.exp2(r * slope * slope * (-LOG2E * log_bound)) * rk[:, None] * k
-
-
-@triton.jit
 def _solve(
-    q, k, beta, decay, forget, gain, center, a_start,  # inputs
-    t, qw, w, rows, whole, inverses,  # outputs; inverses is scratch: t, in the dtype of the solve's products
-    chunks, H, q_stride, k_stride, scale, log_bound, eps,
-    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
+    q, k, w, beta, decay,  # inputs
+    t, qw, rows, whole, inverses,  # outputs; inverses is scratch: t, in the dtype of the solve's products
+    chunks, H, q_units, k_units, scale,
+    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, DECAY: tl.constexpr, PRECONDITION: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above, the channels in blocks of BD."""
+    """Formulas above, the channels in blocks of BD. PRECONDITION: w holds the write keys, else they are rk * k. q_units, k_units:
+    token strides in UNITs of 16 bytes (`kernels.gradients` says why)."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = tl.arange(0, C)
-    at = chunk.to(tl.int64) * H + head
+    at, q_stride, k_stride = chunk.to(tl.int64) * H + head, q_units * UNIT, k_units * UNIT
     rk = _norms(k, token, count, k_stride, head, K, BD, C, NORMALIZE)
     kw, qw_ = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     squares = tl.zeros((C,), tl.float32)
     lacks = rk  # what the stored write key lacks
     if PRECONDITION:
         lacks = tl.full((C,), 1.0, tl.float32)
-        high, low = cumulate(load_gate(forget, token, count, H, head, C))
-        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0).to(DOT)
-        grown = tl.exp2(high + low)
-        c = load_gate(gain, token, count, H, head, C)
-        m = tl.load(center + head)
     for first in tl.range(0, K, BD, num_stages=2):  # the loads of a step are all on their way before it waits for the first
         key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
         write = key
         if PRECONDITION:
-            d = first + tl.arange(0, BD)
-            a = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
-            write = _write_keys(key.to(tl.float32), rk, decayed, c, a, m, log_bound, eps, DOT, PRECISION).to(key.dtype)
+            write = load_tile(w, token, count, H * K, head, first, K, BD, C)
         kw = tl.dot(key, tl.trans(write), kw, input_precision=PRECISION)
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
         qw_ = tl.dot(query, tl.trans(write), qw_, input_precision=PRECISION)
         if NORMALIZE:
             squares += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
-        if PRECONDITION:  # after the products, whose fence a change of layout must not precede
-            store_tile(w, write, token, count, H * K, head, first, K, BD, C)
     rq = tl.full((C,), 1.0, tl.float32)
     if NORMALIZE:
         rq = tl.rsqrt(squares + 1e-6)
@@ -191,22 +160,21 @@ def scratch(x: Inputs, t: Tensor) -> Tensor | None:
     return t.view(torch.float16) if x.normalize else torch.empty(t.shape, dtype=torch.float32, device=t.device)
 
 
-def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
-    """-N, QW, the write keys (with a preconditioner) and the rows, from a_start [M, H, K]: the statistic before each chunk."""
+def forward(x: Inputs, layout: Layout, w: Tensor | None) -> Solved:
+    """-N, QW and the rows, from the write keys w [N, H, K], None without a preconditioner."""
     (N, H, K), C = x.k.shape, layout.chunk
     t, qw = x.k.new_empty(N, H, C), x.k.new_empty(N, H, C)  # allocations cost the host less than views of one
-    w = None if x.forget is None else x.k.new_empty(N, H, K)
     M, _ = layout.counts
     rows, whole = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, KINDS.value, C), (M, H)))
-    choice, wide = setting("solve" if w is None else "solve_preconditioned", x.k), x.k.dtype == torch.float32
+    choice, wide, unit = setting("solve", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     inverses = scratch(x, t)
     launch(
         _solve, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, t, qw, w, rows, whole, inverses,
-        layout.chunks, H, x.q.stride(0), x.k.stride(0), x.scale, x.log_bound, x.eps,
-        K=K, BD=min(choice.block, power_of_2(K)), C=C,
-        DECAY=x.decay is not None, PRECONDITION=x.forget is not None,
-        NORMALIZE=x.normalize, PRECISION=dot_precision(x.k), DOT=tl.float32 if wide else tl.bfloat16,
+        x.q, x.k, w, x.beta, x.decay, t, qw, rows, whole, inverses,
+        layout.chunks, H, x.q.stride(0) // unit, x.k.stride(0) // unit, x.scale,
+        K=K, BD=min(choice.block, power_of_2(K)), C=C, UNIT=unit,
+        DECAY=x.decay is not None, PRECONDITION=w is not None,
+        NORMALIZE=x.normalize, PRECISION=dot_precision(x.k),
         SOLVE=tl.float16 if x.normalize and not wide else tl.float32, num_warps=choice.warps,
         num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip

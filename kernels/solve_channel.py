@@ -9,8 +9,8 @@ over the channels, so that it holds nothing of the others: k, q and g are read f
 
 Blocks have 64 channels in 16 bit, whatever K is: right operands with fewer columns go wrong (`kernels.gradients_channel`).
 
-Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B, writes t and qw 256 B, kr, qr and wd 768 B, three kinds of rows
-12 B, `whole` 8 B and with a preconditioner w 256 B.
+Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B and with a preconditioner w 256 B, writes t and qw 256 B, kr, qr
+and wd 768 B, three kinds of rows 12 B and `whole` 8 B.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ from kernels.levels import (
     sums,
     whole_chunk,
 )
-from kernels.solve import _norms, _solve_chunk, _write_keys, scratch
+from kernels.solve import _norms, _solve_chunk, scratch
 from kernels.tiles import (
     BETA,
     KEY_NORM,
     KINDS,
     QUERY_NORM,
-    cumulate,
     dot_precision,
     load_gate,
     load_row,
     load_tile,
-    spans,
     store_row,
     store_tile,
 )
@@ -55,16 +53,16 @@ from kernels.tuned import setting
 
 @triton.jit
 def _keys(
-    q, k, beta, decay, forget, gain, center, a_start, table,  # inputs
-    w, rows, whole, kr, qr, wd,  # outputs
-    chunks, H, q_stride, k_stride, decay_stride, scale, log_bound, eps,
+    q, k, w, beta, decay, table,  # inputs
+    rows, whole, kr, qr, wd,  # outputs
+    chunks, H, q_stride, k_stride, decay_stride, scale,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, DOT: tl.constexpr, GATES: tl.constexpr,
+    PRECISION: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """kr, qr, wd, exp(G_C), the rows' numbers and with a preconditioner w. One program a chunk and head, the channels in blocks of BD."""
+    """kr, qr, wd, exp(G_C) and the rows' numbers. One program a chunk and head, the channels in blocks of BD."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    at, i = chunk.to(tl.int64) * H + head, tl.arange(0, C)
+    at = chunk.to(tl.int64) * H + head
     rk = _norms(k, token, count, k_stride, head, K, BD, C, NORMALIZE)
     rq = _norms(q, token, count, q_stride, head, K, BD, C, NORMALIZE)
     store_row(rows, load_gate(beta, token, count, H, head, C), BETA, at, count, C)
@@ -73,19 +71,12 @@ def _keys(
     lacks = rk  # what the write key lacks
     if PRECONDITION:
         lacks = tl.full((C,), 1.0, tl.float32)
-        high, low = cumulate(load_gate(forget, token, count, H, head, C))
-        decayed = tl.where(i[:, None] > i[None, :], spans(high, low, count, C), 0.0).to(DOT)
-        grown = tl.exp2(high + low)
-        c = load_gate(gain, token, count, H, head, C)
-        m = tl.load(center + head)
     for first in tl.range(0, K, BD, num_stages=1):
         d = first + tl.arange(0, BD)
         key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
         write = key
         if PRECONDITION:
-            a = grown[:, None] * tl.load(a_start + at * K + d, mask=d < K, other=0.0)[None, :]
-            write = _write_keys(key.to(tl.float32), rk, decayed, c, a, m, log_bound, eps, DOT, PRECISION).to(key.dtype)
-            store_tile(w, write, token, count, H * K, head, first, K, BD, C)
+            write = load_tile(w, token, count, H * K, head, first, K, BD, C)
         query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
         g = load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
         tl.store(whole + at * K + d, whole_chunk(g), mask=d < K)
@@ -182,12 +173,11 @@ def _solve_channel(
     store_tile(t, -solved, token, count, H * C, head, 0, C, C, C)
 
 
-def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
-    """All of `Solved` from a_start [M, H, K], the statistic before each chunk (with a preconditioner)."""
+def forward(x: Inputs, layout: Layout, w: Tensor | None) -> Solved:
+    """All of `Solved` from the write keys w [N, H, K], None without a preconditioner."""
     (N, H, K), (M, _), C = x.k.shape, layout.counts, layout.chunk
     t, qw = x.k.new_empty(N, H, C), x.k.new_empty(N, H, C)
     kr, qr, wd = (x.k.new_empty(N, H, K) for _ in range(3))
-    w = None if x.forget is None else x.k.new_empty(N, H, K)
     rows, whole = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, KINDS.value, C), (M, H, K)))
     wide, strides = x.k.dtype == torch.float32, (x.q.stride(0), x.k.stride(0), x.decay_stride)
     gates, precision = tl.float32 if wide else tl.float16, dot_precision(x.k)
@@ -196,17 +186,17 @@ def forward(x: Inputs, layout: Layout, a_start: Tensor | None) -> Solved:
     choice = setting("keys", x.k)
     launch(
         _keys, M * H, x.key,
-        x.q, x.k, x.beta, x.decay, x.forget, x.gain, x.center, a_start, table, w, rows, whole, kr, qr, wd,
-        layout.chunks, H, *strides, x.scale, x.log_bound, x.eps,
-        K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
-        NORMALIZE=x.normalize, PRECISION=precision, DOT=tl.float32 if wide else tl.bfloat16, GATES=gates,
+        x.q, x.k, w, x.beta, x.decay, table, rows, whole, kr, qr, wd,
+        layout.chunks, H, *strides, x.scale,
+        K=K, BD=choice.block, C=C, PRECONDITION=w is not None,
+        NORMALIZE=x.normalize, PRECISION=precision, GATES=gates,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
     choice = setting("solve_channel", x.k)
     launch(
         _solve_channel, M * H, x.key,
         x.q, x.k, w, x.decay, rows, table, t, qw, inverses, layout.chunks, H, *strides, x.scale,
-        K=K, BD=choice.block, C=C, PRECONDITION=x.forget is not None,
+        K=K, BD=choice.block, C=C, PRECONDITION=w is not None,
         PRECISION=precision, SOLVE=tl.float16 if x.normalize and not wide else tl.float32, GATES=gates,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from kernels.launch import cdiv, launch, power_of_2
 from kernels.layout import Inputs, Layout
-from kernels.tiles import cumulate, last, load_gate, load_tile
-from kernels.tuned import setting
+from kernels.write_keys import NORM_EPS, load_factor, rows_at_once
 
 STEP, LONG_STEP = 64, 512  # chunks that the chain takes at once, at most; of few long sequences
 CHANNELS = 16  # of the chain's programs
@@ -29,23 +28,30 @@ CHANNELS = 16  # of the chain's programs
 
 @triton.jit
 def _sums(
-    k, forget, gain, own, keep, chunks, H, k_stride,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
+    k, forget, gain,  # inputs
+    own, keep,  # outputs
+    chunks,
+    H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """own [M, H, K] = sum_t exp(P_C - P_t) c_t khat_t^2 and keep [M, H] = exp(P_C)."""
+    """own [M, H, K] and keep [M, H] = exp(P_C): formula above, row by row as in `kernels.write_keys`."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    square = load_tile(k, token, count, k_stride, head, 0, K, BK, C).to(tl.float32)
-    square *= square
-    high, low = cumulate(load_gate(forget, token, count, H, head, C))
-    end, end_low = last(high, C, C), last(low, C, C)  # gates past the rows are zero: the sums stay
-    weight = tl.exp2((end - high) + (end_low - low)) * load_gate(gain, token, count, H, head, C)
-    if NORMALIZE:
-        weight /= tl.sum(square, 1) + 1e-6
     at = (chunk * H + head).to(tl.int64)
-    d = tl.arange(0, BK)
-    tl.store(own + at * K + d, tl.sum(weight[:, None] * square, 0), mask=d < K)
-    tl.store(keep + at, tl.exp2(end + end_low))
+    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    d, gate = tl.arange(0, BK), token.to(tl.int64) * H + head
+    k += token.to(tl.int64) * K_STRIDE + head * K
+    a, whole = tl.zeros((BK,), tl.float32), 1.0
+    for first in range(0, count, R):
+        for j in tl.static_range(R):
+            t = first + j
+            key = tl.load(k + first * K_STRIDE + j * K_STRIDE + d, mask=(t < count) & (d < K), other=0.0).to(tl.float32)
+            c = tl.load(gain + gate + first * H + j * H, mask=t < count, other=0.0).to(tl.float32)
+            if NORMALIZE:
+                c /= tl.sum(key * key, 0) + NORM_EPS
+            factor = load_factor(forget + gate + first * H + j * H, t < count)
+            a = factor * a + c * (key * key)
+            whole *= factor
+    tl.store(own + at * K + d, a, mask=d < K)
+    tl.store(keep + at, whole)
 
 
 @triton.jit
@@ -95,11 +101,10 @@ def sums(x: Inputs, layout: Layout) -> tuple[Tensor, Tensor]:
     """Each chunk's own part of the statistic [M, H, K], and what it leaves of the one it meets [M, H]; fp32, for `chain`."""
     (_, H, K), (M, _) = x.k.shape, layout.counts
     own, keep = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, K), (M, H)))
-    choice = setting("statistic", x.k)
     launch(
         _sums, M * H, x.key,
-        x.k, x.forget, x.gain, own, keep, layout.chunks, H, x.k.stride(0),
-        K=K, BK=power_of_2(K), C=layout.chunk, NORMALIZE=x.normalize, num_warps=choice.warps, num_stages=choice.stages,
+        x.k, x.forget, x.gain, own, keep, layout.chunks,
+        H=H, K=K, K_STRIDE=x.k.stride(0), BK=power_of_2(K), R=rows_at_once(K), NORMALIZE=x.normalize, num_warps=1,
     )  # fmt: skip
     return own, keep
 

@@ -144,14 +144,6 @@ def spans(high, low, count, C: tl.constexpr):
 
 
 @triton.jit
-def spans_transposed(high, low, count, C: tl.constexpr):
-    """The transpose of `spans`, made outright: [C, C], exp(G_i - G_j) at row j, column i."""
-    i = tl.arange(0, C)
-    exponent = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
-    return tl.exp2(tl.where((i[None, :] >= i[:, None]) & (i < count)[None, :], exponent, -float("inf")))
-
-
-@triton.jit
 def last(x, count, C: tl.constexpr):
     """x[count - 1] of x [C]: a scalar."""
     return tl.sum(tl.where(tl.arange(0, C) == count - 1, x, 0.0), 0)

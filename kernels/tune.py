@@ -25,9 +25,7 @@ TOLERANCE = 2e-2  # relative RMS; wrong kernels are off by far more
 CHECKED = (2, 300, 2)  # B, T, H of the check: a last chunk that is short
 SCANS = [Setting(block, block // 16, stages) for block in (64, 128) for stages in (1, 2, 3)]
 CANDIDATES = {
-    "statistic": [Setting(0, warps, 1) for warps in (1, 2, 4)],
     "solve": [Setting(block, 4, 1, registers) for block in (64, 128) for registers in (None, 168)],
-    "solve_preconditioned": [Setting(block, 4, 1, registers) for block in (64, 128) for registers in (None, 168)],
     "keys": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
     "solve_channel": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
     "scan": SCANS,
@@ -36,8 +34,8 @@ CANDIDATES = {
     "pairs": [Setting(64, 4, 1), Setting(64, 4, 1, 168)],
     "gradients": [Setting(block, 4, 1) for block in (64, 128)],
     "gradients_channel": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
-    "statistic_inside": [Setting(64, 4, 1, registers) for registers in (None, 168)],
-    "statistic_finish": [Setting(block, 4, 1) for block in (32, 64, 128)],
+    "statistic_inside": [Setting(0, 1, 1, registers) for registers in (None, 128, 168)],
+    "statistic_finish": [Setting(0, 1, 1, registers) for registers in (None, 80, 96)],
 }
 
 
@@ -81,8 +79,8 @@ def launched(recurrence: str) -> list[str]:
     """The stages that a recurrence goes through, of those with candidates."""
     one = RECURRENCES[recurrence]
     channel, preconditioned = one.decay == "channel", one.preconditioner != "none"
-    solve = ["keys", "solve_channel"] if channel else ["solve_preconditioned" if preconditioned else "solve"]
-    statistic = ["statistic", "statistic_inside", "statistic_finish"] if preconditioned else []
+    solve = ["keys", "solve_channel"] if channel else ["solve"]
+    statistic = ["statistic_inside", "statistic_finish"] if preconditioned else []
     return [*statistic, *solve, "scan", "states", "scan_backward", "pairs", "gradients_channel" if channel else "gradients"]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Setting(NamedTuple):
-    block: int  # value channels a program handles, at most; of the solve and the statistic: key channels
+    block: int  # value channels a program handles, at most; of the solve: key channels; 0: all
     warps: int
     stages: int
     registers: int | None = None  # a thread, at most: fewer, and more programs share a multiprocessor
@@ -30,9 +30,7 @@ ANY = 1 << 40
 
 # 2 bytes, up to 128 channels: measured on one H200, Triton 3.6.0, 2026-11-30 (LOG.md). The others: compiled, not timed.
 TABLE: dict[str, tuple[Row, ...]] = {
-    "statistic": (Row(2, 128, ANY, Setting(0, 2, 1)), Row(2, ANY, ANY, Setting(0, 8, 1)), Row(4, ANY, ANY, Setting(0, 8, 1))),
     "solve": (Row(2, ANY, ANY, Setting(64, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "solve_preconditioned": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "keys": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(16, 4, 1))),
     "solve_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "scan": (
@@ -56,8 +54,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "pairs": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "statistic_inside": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 8, 1))),
-    "statistic_finish": (Row(2, ANY, ANY, Setting(64, 4, 1, 128)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "statistic_inside": (Row(2, 128, ANY, Setting(0, 1, 1, 168)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
+    "statistic_finish": (Row(2, 128, ANY, Setting(0, 1, 1, 96)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
 }
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 LIMIT = 232448  # bytes of shared memory a block
 # bytes a thread that are known (LOG.md); none elsewhere
-SPILLED = {"_gradients": 1024, "_reads": 768, "_writes": 1536, "_inside": 512, "_pairs": 512, "_solve": 128, "_finish": 64}
+SPILLED = {"_gradients": 1024, "_reads": 768, "_writes": 1536, "_pairs": 512}
 
 
 KINDS = ["16 bit", "16 bit, odd", "16 bit, plain, long", "16 bit, plain, odd", "fp32", "16 bit, channel, long", "fp32, channel"]
