@@ -34,8 +34,8 @@ CANDIDATES = {
     "pairs": [Setting(64, 4, 1), Setting(64, 4, 1, 168)],
     "gradients": [Setting(block, 4, 1) for block in (64, 128)],
     "gradients_channel": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
-    "statistic_inside": [Setting(0, 1, 1, registers) for registers in (None, 128, 168)],
-    "statistic_finish": [Setting(0, 1, 1, registers) for registers in (None, 80, 96)],
+    "statistic_sums": [Setting(0, 1, 1, registers) for registers in (None, 64, 96)],
+    "statistic_keys": [Setting(0, 1, 1, registers) for registers in (None, 136, 168)],
 }
 
 
@@ -80,7 +80,7 @@ def launched(recurrence: str) -> list[str]:
     one = RECURRENCES[recurrence]
     channel, preconditioned = one.decay == "channel", one.preconditioner != "none"
     solve = ["keys", "solve_channel"] if channel else ["solve"]
-    statistic = ["statistic_inside", "statistic_finish"] if preconditioned else []
+    statistic = ["statistic_sums", "statistic_keys"] if preconditioned else []
     return [*statistic, *solve, "scan", "states", "scan_backward", "pairs", "gradients_channel" if channel else "gradients"]
 
 

@@ -54,8 +54,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "pairs": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "statistic_inside": (Row(2, 128, ANY, Setting(0, 1, 1, 168)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
-    "statistic_finish": (Row(2, 128, ANY, Setting(0, 1, 1, 96)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
+    "statistic_sums": (Row(2, 128, ANY, Setting(0, 1, 1)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
+    "statistic_keys": (Row(2, 128, ANY, Setting(0, 1, 1, 136)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
 }
 
 
