@@ -35,7 +35,7 @@ CANDIDATES = {
     "gradients": [Setting(block, 4, 1) for block in (64, 128)],
     "gradients_channel": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
     "statistic_sums": [Setting(0, 1, 1, registers) for registers in (None, 64, 96)],
-    "statistic_keys": [Setting(0, 1, 1, registers) for registers in (None, 136, 168)],
+    "statistic_keys": [Setting(0, 1, 1, registers) for registers in (None, 144, 168)],
 }
 
 
