@@ -17,7 +17,7 @@ identity then enters exactly, in fp32, and the gradient of beta needs no divisio
 Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequences or spans):
 
     statistic.forward(x, layout, a_0)                         -> a_start [M, H, K] fp32, a [S, H, K] fp32
-    write_keys.forward(x, layout, a_start)                    -> w [N, H, K] x, a_starts [M, H, C / R, K] fp32: a before each R rows
+    write_keys.forward(x, layout, a_start)                    -> w [N, H, K] x
     solve.forward(x, layout, w)                               -> Solved: -N, QW, row scalars, decayed keys
     scan.forward(x, solved, spans, s_0)                       -> o [N, H, V] x, s [S, H, K, V] fp32
     -- backward --
@@ -25,12 +25,12 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
     scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh [M, H, V, K] x, dx [N, H, V] x, ds_0 [S, H, K, V] fp32
     pairs.backward(x, solved, layout, o, u, dx, do)           -> Pairs: dv, dbeta, e1, e2
     gradients.backward(x, solved, layout, h, dh, u, dx, do, pairs) -> Gradients: dq, dk, dw, dg
-    statistic_backward.backward(x, solved, layout, a_starts, gradients, da) -> dforget, dgain, dcenter, da_0
+    statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0
 
 Where there are few long sequences the scans run over pieces of them at once (`kernels.pieces`).
 
-Kept for the backward pass, D = 128 and 16 bit: q, k, v 768 B, t and qw 256 B, w 256 B, rows 32 B and a_starts 64 B a token and head, gates
-aside: 1.4 KB; with a decay a channel kr, qr and wd too, 2.1 KB. The states are computed again: they would be 512 B more.
+Kept for the backward pass, D = 128 and 16 bit: q, k, v 768 B, t and qw 256 B, w 256 B, rows 32 B and a_start 8 B a token and head, gates
+aside: 1.3 KB; with a decay a channel kr, qr and wd too, 2.1 KB. The states are computed again: they would be 512 B more.
 """
 
 from __future__ import annotations
@@ -162,15 +162,15 @@ def _unflat(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a_0: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The forward pass: o, s, a, and what the backward pass needs: starts, maps, a_starts, what the relay passed on of the statistic and of
+    """The forward pass: o, s, a, and what the backward pass needs: starts, maps, a_start, what the relay passed on of the statistic and of
     the state, and `Solved`'s tensors."""
-    w = a_starts = a = maps = made = passed_a = passed_s = None
+    w = a_start = a = maps = made = passed_a = passed_s = None
     if x.forget is not None and relay is None:
         a_start, a = statistic.forward(x, table, a_0)
     elif x.forget is not None:
         a_start, a, passed_a = maps_triton.statistic_forward(relay, x, table)
     if x.forget is not None:
-        w, a_starts = write_keys.forward(x, table, a_start)
+        w = write_keys.forward(x, table, a_start)
     stage = solve_channel if x.decay_kind == "channel" else solve
     solved = stage.forward(x, table, w)
     starts, s = s_0, None
@@ -185,7 +185,7 @@ def _stages(x: Inputs, table: Layout, relay: Relay | None, s_0: Tensor | None, a
         elif relay.number > 0:
             starts, s = pieces.chain(x, table, maps, made, s_0)
     o, last = scan.forward(x, solved, table.spans, starts)
-    return o, last if s is None else s, a, starts, maps, a_starts, passed_a, passed_s, *solved.tensors
+    return o, last if s is None else s, a, starts, maps, a_start, passed_a, passed_s, *solved.tensors
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -200,17 +200,17 @@ class _DeltaRule(torch.autograd.Function):
             s_0 = aligned(_padded(_padded(s_0, x.v.shape[-1]).mT, x.k.shape[-1]).mT)
         if a_0 is not None:
             a_0 = aligned(_padded(a_0, x.k.shape[-1]))
-        o, s, a, starts, maps, a_starts, passed_a, passed_s, *solved = once(lambda: _stages(x, table, call.relay, s_0, a_0))
+        o, s, a, starts, maps, a_start, passed_a, passed_s, *solved = once(lambda: _stages(x, table, call.relay, s_0, a_0))
         kept = o if x.decay_kind == "channel" else None  # `kernels.pairs`
         inputs = x.q, x.k, x.v, x.beta, x.decay, x.forget, x.gain, x.center
-        ctx.save_for_backward(*inputs, starts, maps, a_starts, passed_a, passed_s, kept, *solved)
+        ctx.save_for_backward(*inputs, starts, maps, a_start, passed_a, passed_s, kept, *solved)
         ctx.set_materialize_grads(False)
         return o, s, a
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds, da):
-        q, k, v, beta, decay, forget, gain, center, starts, maps, a_starts, passed_a, passed_s, o, *solved = ctx.saved_tensors
+        q, k, v, beta, decay, forget, gain, center, starts, maps, a_start, passed_a, passed_s, o, *solved = ctx.saved_tensors
         x, table, solved = ctx.call.inputs(q, k, v, beta, decay, forget, gain, center), ctx.call.table, Solved(*solved)
         relay, met = ctx.call.relay, None
         do = torch.zeros(x.v.shape, dtype=x.v.dtype, device=x.v.device) if do is None else aligned(do)
@@ -232,7 +232,7 @@ class _DeltaRule(torch.autograd.Function):
         dforget = dgain = dcenter = da_0 = None
         if x.forget is not None:
             hand_back = None if relay is None else partial(maps_triton.statistic_gradient, relay, passed_a, da)
-            dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_starts, grad, da, hand_back)
+            dforget, dgain, dcenter, da_0 = statistic_backward.backward(x, solved, table, a_start, grad, da, hand_back)
         return None, *_as_given(ctx, grad, pair, dforget, dgain), dcenter, *_initial(ctx, ds_0, da_0)
 
 

@@ -11,9 +11,9 @@ final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c (twice where a l
 `kernels.maps`). `_keys_backward` makes everything else, from the last row of a chunk, with dA = D behind it, to the first.
 
 Both go through a chunk's rows one after the other, a program of one warp for a chunk and head, as `kernels.write_keys` does; for the way
-back the statistic of some rows is made again from the one before them.
+back the statistic of some rows is made again from the one before them, which the way forth has stored.
 
-Cost, D = 128, 16 bit, a token and head: reads k and dw twice, dk once and starts 64 B, writes dk once: 1.6 KB.
+Cost, D = 128, 16 bit, a token and head: reads k and dw twice, dk once, writes dk once, and starts 64 B both ways: 1.7 KB.
 """
 
 from __future__ import annotations
@@ -47,21 +47,23 @@ def _through_bound(a, m, factor, WIDE: tl.constexpr):
 
 @triton.jit
 def _sums_backward(
-    k, rows, forget, gain, center, starts, dw,  # inputs
-    dstart, keep, centers,  # outputs
+    k, rows, forget, gain, center, dw, a_start,  # inputs
+    starts, dstart, keep, centers,  # outputs
     chunks, factor, eps,
     H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dstart [M, H, K], keep [M, H] = exp(P_C) and centers [M, H] = -sum dr: formulas above, first row first."""
+    """dstart [M, H, K], keep [M, H] = exp(P_C), centers [M, H] = -sum dr, formulas above, and starts [M, H, C / R, K], the statistic before
+    each R rows; first row first."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     m, d = tl.load(center + head) * LOG2E, tl.arange(0, BK)
     gate, norms = token.to(tl.int64) * H + head, rows + (at * KINDS + KEY_NORM) * C
     k += token.to(tl.int64) * K_STRIDE + head * K
-    a = tl.load(starts + at * (C // R * K) + d, mask=d < K, other=0.0)
+    a = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
     given, sum_m, grown = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32), 1.0
     for first in range(0, count, R):
+        tl.store(starts + (at * C + first) // R * K + d, a, mask=d < K)
         place = gate + first * H
         for j in tl.static_range(R):
             inside = first + j < count
@@ -129,7 +131,7 @@ def _add_up(centers, dcenter, head, M, H):
 
 @triton.jit
 def _keys_backward(
-    k, rows, forget, gain, center, starts, dw, d_end, centers,  # inputs
+    k, rows, forget, gain, center, dw, starts, d_end, centers,  # inputs
     dk, dforget, dgain, dcenter,  # outputs; dk holds rk times the gradient of the key that reads; dcenter [H] is the sum of centers [M, H]
     chunks, factor, eps, M,
     H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -160,25 +162,26 @@ def backward(
     x: Inputs,
     solved: Solved,
     layout: Layout,
-    starts: Tensor,
+    a_start: Tensor,
     gradients: Gradients,
     da: Tensor | None,
     hand_back: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dforget, dgain [N, H] in their dtypes, dcenter [H] and da_0 [S, H, K] fp32; completes gradients.k in place.
 
-    starts [M, H, C / R, K] fp32: `kernels.write_keys`'. da [S, H, K] fp32: the gradient of the final statistic, None for zero. hand_back:
+    a_start [M, H, K] fp32: the statistic before each chunk. da [S, H, K] fp32: the gradient of the final one, None for zero. hand_back:
     takes the da_0 that this makes and returns another da, with what the sequences' later pieces give, or da itself (`kernels.maps`).
     """
-    (_, H, K), (M, _) = x.k.shape, layout.counts
-    dstart, keep, centers, dcenter = (torch.empty(n, dtype=torch.float32, device=x.k.device) for n in ((M, H, K), (M, H), (M, H), (H,)))
-    sizes = {"H": H, "K": K, "K_STRIDE": x.k.stride(0), "BK": power_of_2(K), "C": layout.chunk, "R": rows_at_once(K)}
-    wide, inputs = x.k.dtype == torch.float32, (x.k, solved.rows, x.forget, x.gain, x.center, starts, gradients.w)
+    (_, H, K), (M, _), C, R = x.k.shape, layout.counts, layout.chunk, rows_at_once(x.k.shape[-1])
+    sizes = (M, H, C // R, K), (M, H, K), (M, H), (M, H), (H,)
+    starts, dstart, keep, centers, dcenter = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in sizes)
+    constants = {"H": H, "K": K, "K_STRIDE": x.k.stride(0), "BK": power_of_2(K), "C": C, "R": R}
+    wide, inputs = x.k.dtype == torch.float32, (x.k, solved.rows, x.forget, x.gain, x.center, gradients.w)
     choice = setting("statistic_sums", x.k)
     launch(
         _sums_backward, M * H, x.key,
-        *inputs, dstart, keep, centers, layout.chunks, -x.log_bound, x.eps,
-        **sizes, WIDE=wide, num_warps=choice.warps, maxnreg=choice.registers,
+        *inputs, a_start, starts, dstart, keep, centers, layout.chunks, -x.log_bound, x.eps,
+        **constants, WIDE=wide, num_warps=choice.warps, maxnreg=choice.registers,
     )  # fmt: skip
     d_end, da_0 = chain(x, layout, (dstart, keep), da, reverse=True)
     if hand_back is not None:
@@ -189,7 +192,7 @@ def backward(
     choice = setting("statistic_keys", x.k)
     launch(
         _keys_backward, (M + 1) * H, (x.key, M == 1, M % 16 == 0),
-        *inputs, d_end, centers, gradients.k, dforget, dgain, dcenter, layout.chunks, -x.log_bound, x.eps, M,
-        **sizes, NORMALIZE=x.normalize, WIDE=wide, num_warps=choice.warps, maxnreg=choice.registers,
+        *inputs, starts, d_end, centers, gradients.k, dforget, dgain, dcenter, layout.chunks, -x.log_bound, x.eps, M,
+        **constants, NORMALIZE=x.normalize, WIDE=wide, num_warps=choice.warps, maxnreg=choice.registers,
     )  # fmt: skip
     return dforget, dgain, dcenter, da_0

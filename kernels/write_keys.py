@@ -7,9 +7,7 @@ statistic in registers, so that a row costs one multiplication and one addition 
 other sums over a chunk are made, it takes matrix units, changes of layout, and rounding to 16 bits.) A function calls itself for the next
 row: all rows' loads are issued before the first store, past which the compiler may not move them.
 
-Kept for the backward pass: the statistic before each ROWS rows, from which `kernels.statistic_backward` goes through them again.
-
-Cost, D = 128, 16 bit, a token and head: reads k 256 B, writes w 256 B and starts 64 B.
+Cost, D = 128, 16 bit, a token and head: reads k 256 B, writes w 256 B.
 """
 
 from __future__ import annotations
@@ -75,10 +73,10 @@ def _rows(
 @triton.jit
 def _write_keys(
     k, forget, gain, center, a_start,  # inputs
-    w, starts,  # outputs
+    w,  # output
     chunks, factor, eps,
-    H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    NORMALIZE: tl.constexpr, WIDE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Formulas above. H and the stride are constants so that a row's place is one in the instruction that loads it."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
@@ -89,7 +87,6 @@ def _write_keys(
     k += token.to(tl.int64) * K_STRIDE + head * K
     a = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
     for first in range(0, count, R):
-        tl.store(starts + (at * C + first) // R * K + d, a, mask=d < K)
         place = gate + first * H
         a = _rows(
             k + first * K_STRIDE, forget + place, gain + place, w + place * K, count - first, d, a, m, factor, eps,
@@ -97,15 +94,14 @@ def _write_keys(
         )  # fmt: skip
 
 
-def forward(x: Inputs, layout: Layout, a_start: Tensor) -> tuple[Tensor, Tensor]:
-    """w [N, H, K] in the input dtype, and the statistic before each R = `rows_at_once` rows [M, H, C / R, K] fp32, from the one before
-    each chunk a_start [M, H, K] fp32. Unwritten: starts past a chunk's rows."""
-    (N, H, K), (M, _), C = x.k.shape, layout.counts, layout.chunk
-    R = rows_at_once(K)
-    w, starts = x.k.new_empty(N, H, K), torch.empty(M, H, C // R, K, dtype=torch.float32, device=x.k.device)
+def forward(x: Inputs, layout: Layout, a_start: Tensor) -> Tensor:
+    """w [N, H, K] in the input dtype, from the statistic before each chunk a_start [M, H, K] fp32."""
+    (N, H, K), (M, _) = x.k.shape, layout.counts
+    w = x.k.new_empty(N, H, K)
     launch(
         _write_keys, M * H, x.key,
-        x.k, x.forget, x.gain, x.center, a_start, w, starts, layout.chunks, -x.log_bound, x.eps,
-        H=H, K=K, K_STRIDE=x.k.stride(0), BK=power_of_2(K), C=C, R=R, NORMALIZE=x.normalize, WIDE=x.k.dtype == torch.float32, num_warps=1,
+        x.k, x.forget, x.gain, x.center, a_start, w, layout.chunks, -x.log_bound, x.eps,
+        H=H, K=K, K_STRIDE=x.k.stride(0), BK=power_of_2(K), R=rows_at_once(K), NORMALIZE=x.normalize, WIDE=x.k.dtype == torch.float32,
+        num_warps=1,
     )  # fmt: skip
-    return w, starts
+    return w

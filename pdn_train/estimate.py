@@ -194,13 +194,12 @@ def _triton_block(model: ModelConfig, e: int) -> float:
 
 def _triton_stages(model: ModelConfig, e: int) -> float:
     """What the recurrence makes for its backward pass, bytes a token (`kernels.chunk_triton`): T and QW, write keys, with a decay a channel
-    three decayed keys, eight row numbers in fp32, the statistic before each few rows (`kernels.write_keys`) and a chunk's decay. (In 16
-    bits heads of fewer than 64 channels are filled up, which is not counted.)"""
+    three decayed keys, eight row numbers in fp32, and a chunk's start of the statistic and its decays. (In 16 bits heads of fewer than 64
+    channels are filled up, which is not counted.)"""
     width, channel = _width(model), model.mixer.decay == "channel"
     rows = CHUNK if e == 2 else 32 if model.head_dim <= 128 else 16
     whole = {"none": 0, "scalar": model.num_heads, "channel": width}[model.mixer.decay]
-    statistic = width * model.preconditioned / (8 if model.head_dim <= 128 else 4)
-    chunk = 4 * (statistic + whole / rows)
+    chunk = 4 * (width * model.preconditioned + whole) / rows
     return e * (2 * rows * model.num_heads + (model.preconditioned + 3 * channel) * width) + 32 * model.num_heads + chunk
 
 

@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 from kernels import gradients, layout, pairs, scan_backward, statistic_backward
 from kernels.layout import Inputs, Solved
 from kernels.operands import normalize
-from kernels.write_keys import rows_at_once
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5
@@ -33,14 +32,13 @@ def chunk(k, q, w, v, beta, g, s):
 
 
 def write_keys(k, p, c, m, a, bound, eps=1e-6):
-    """w [H, C, K] and the statistic before each row and after the last one."""
-    rows, statistic = [], [a]
+    """w [H, C, K] and the statistic after the chunk."""
+    rows = []
     for t in range(k.shape[1]):
         a = p[:, t, None].exp() * a + c[:, t, None] * k[:, t].square()
         r = torch.log(a + eps) - m[:, None]
         rows.append(k[:, t] * torch.exp(-torch.tensor(bound).log() * r / (1 + r.abs())))
-        statistic.append(a)
-    return torch.stack(rows, 1), statistic
+    return torch.stack(rows, 1), a
 
 
 def forward(case, bounds, C):
@@ -50,7 +48,7 @@ def forward(case, bounds, C):
     scale, H, K, V = t["q"].shape[-1] ** -0.5, *t["q"].shape[2:], t["v"].shape[-1]
     N = bounds[-1]
     got = {"t": torch.zeros(N, H, C), "qw": torch.zeros(N, H, C), "w": torch.zeros(N, H, K), "u": torch.zeros(N, H, V)}
-    got |= {n: [] for n in ("h", "starts", "whole", "rows")}
+    got |= {n: [] for n in ("h", "a_start", "whole", "rows")}
     states, xs, loss = [], [], 0
     for n, (start, stop) in enumerate(pairwise(bounds)):
         s = t["s"][n] if "s" in t else torch.zeros(H, K, V, dtype=torch.float64, requires_grad=True)
@@ -61,13 +59,10 @@ def forward(case, bounds, C):
             q, k = normalize(q) * scale, normalize(k)
             g = flat["decay"][:, i:j] if "decay" in t else torch.zeros_like(beta)
             got["h"].append(s)
+            got["a_start"].append(a)
             w = k
             if "p" in t:
-                w, statistic = write_keys(k, flat["p"][:, i:j], flat["c"][:, i:j], t["m"], a, (case.options or {}).get("bound", 1.5))
-                a, R = statistic[-1], rows_at_once(K)
-                starts = torch.full((H, C // R, K), float("nan"), dtype=torch.float64)
-                starts[:, : -(-(j - i) // R)] = torch.stack(statistic[:-1:R], 1).detach()
-                got["starts"].append(starts)
+                w, a = write_keys(k, flat["p"][:, i:j], flat["c"][:, i:j], t["m"], a, (case.options or {}).get("bound", 1.5))
             o, s, x, negative, qw, u = chunk(k, q, w, v, beta, g, s)
             got["t"][i:j, :, : j - i], got["qw"][i:j, :, : j - i] = (y.detach().transpose(0, 1) for y in (negative, qw))
             got["w"][i:j], got["u"][i:j] = w.detach().transpose(0, 1), u.detach().transpose(0, 1)
@@ -82,8 +77,7 @@ def forward(case, bounds, C):
             loss = loss + (o.transpose(0, 1) * case.weights["o"].flatten(0, 1)[i:j]).sum()
         loss = loss + (s * case.weights["s"][n]).sum() + (0 if "p" not in t else (a * case.weights["a"][n]).sum())
     got["whole"], got["rows"] = torch.stack(got["whole"]), torch.stack(got["rows"])
-    got["h"] = torch.stack(got["h"]).mT.detach()
-    got["starts"] = torch.stack(got["starts"]) if "p" in t else torch.zeros(0)
+    got["h"], got["a_start"] = torch.stack(got["h"]).mT.detach(), torch.stack(got["a_start"]).detach()
     initial = [t["s"]] if "s" in t else []
     grads = torch.autograd.grad(loss, [*states, *xs, *initial])
     judge = {"dh": torch.stack(grads[: len(states)]).mT, "dx": torch.cat(grads[len(states) : 2 * len(states)], 1).transpose(0, 1)}
@@ -122,7 +116,7 @@ def run(case, put=place):
     g = gradients.backward(x, solved, table, f["h"], dh, f["u"], dx, do.flatten(0, 1), pair)
     outputs = {"dq": g.q, "dk": g.k, "dv": pair.v, "dbeta": pair.beta} | ({"ddecay": g.decay} if "decay" in case.tensors else {})
     if case.preconditioned:
-        rest = statistic_backward.backward(x, solved, table, f["starts"], g, put(case.weights["a"]))
+        rest = statistic_backward.backward(x, solved, table, f["a_start"], g, put(case.weights["a"]))
         outputs |= dict(zip(("dp", "dc", "dm", "da"), rest, strict=True))
     reference = case.run("reference")
     judge |= {n: reference[n].flatten(0, 1) if n not in ("dm", "da") else reference[n] for n in outputs if n in reference}
