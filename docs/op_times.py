@@ -4,7 +4,7 @@
 
 The figures are those of the README's tables, milliseconds at B = 1, 8 heads of 128 channels, bf16, one H200. Single calls, which the host
 bounds at short lengths, and replayed graphs, which are the card's own time, are compared each with its like. Our graphs are on Triton
-3.6.0, the rest on 3.7.1, where ours take 0.39 and 0.52 ms at 2,048 tokens; the peer's calls at 32,768 tokens are of a run of its own.
+3.6.0, the rest on 3.7.1; the peer's graph of PKDA is of an earlier run.
 """
 
 import argparse
@@ -17,16 +17,16 @@ import matplotlib.pyplot as plt
 
 SERIES = {  # tokens: ms
     "PGDN": {
-        "this project, graphs": {2048: 0.395, 8192: 0.626, 32768: 1.927},
+        "this project, graphs": {2048: 0.423, 8192: 0.600, 32768: 1.731},
         "flash-linear-attention 0.6.0, graphs": {2048: 0.50},
-        "this project, calls": {2048: 1.22, 8192: 1.76},
-        "flash-linear-attention 0.6.0, calls": {2048: 2.77, 8192: 3.16, 32768: 6.44},
+        "this project, calls": {2048: 0.67, 8192: 0.89, 32768: 1.90},
+        "flash-linear-attention 0.6.0, calls": {2048: 2.44, 8192: 2.49, 32768: 7.79},
     },
     "PKDA": {
-        "this project, graphs": {2048: 0.522, 8192: 1.113, 32768: 3.709},
+        "this project, graphs": {2048: 0.548, 8192: 1.096, 32768: 3.553},
         "flash-linear-attention 0.6.0, graphs": {2048: 0.78},
-        "this project, calls": {2048: 1.69, 8192: 1.75},
-        "flash-linear-attention 0.6.0, calls": {2048: 3.99, 8192: 3.66, 32768: 10.23},
+        "this project, calls": {2048: 0.84, 8192: 1.37, 32768: 3.95},
+        "flash-linear-attention 0.6.0, calls": {2048: 2.44, 8192: 3.28, 32768: 11.70},
     },
 }
 STYLES = ("C0o-", "C1o", "C0s--", "C1s--")
