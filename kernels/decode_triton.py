@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.launch import aligned, launch, power_of_2
 from kernels.operands import Preconditioner, State
-from kernels.tiles import LOG2E
+from kernels.tiles import LOG2E, NORM_EPS
 
 BLOCK = 32  # value channels at a time
 
@@ -35,9 +35,9 @@ def _step(
     key = tl.load(k + at * K + d, mask=d < K, other=0.0).to(tl.float32)
     query = tl.load(q + at * K + d, mask=d < K, other=0.0).to(tl.float32) * scale
     if NORMALIZE:
-        key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+        key *= tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
         unscaled = tl.load(q + at * K + d, mask=d < K, other=0.0).to(tl.float32)
-        query *= tl.rsqrt(tl.sum(unscaled * unscaled, 0) + 1e-6)
+        query *= tl.rsqrt(tl.sum(unscaled * unscaled, 0) + NORM_EPS)
     write = key
     if PRECONDITION:
         statistic = tl.load(a + at * K + d, mask=d < K, other=0.0)

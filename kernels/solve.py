@@ -34,6 +34,7 @@ from kernels.tiles import (
     KEY_READ,
     KINDS,
     LOW,
+    NORM_EPS,
     QUERY_NORM,
     QUERY_READ,
     WRITE,
@@ -88,7 +89,7 @@ def _norms(x, token, count, stride, head, K: tl.constexpr, BD: tl.constexpr, C: 
         for d in tl.range(0, K, BD, num_stages=3):
             part = load_tile(x, token, count, stride, head, d, K, BD, C).to(tl.float32)
             squares += tl.sum(part * part, 1)
-        norms = tl.rsqrt(squares + 1e-6)
+        norms = tl.rsqrt(squares + NORM_EPS)
     return norms
 
 
@@ -124,7 +125,7 @@ def _solve(
             squares += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
     rq = tl.full((C,), 1.0, tl.float32)
     if NORMALIZE:
-        rq = tl.rsqrt(squares + 1e-6)
+        rq = tl.rsqrt(squares + NORM_EPS)
     gate = load_gate(beta, token, count, H, head, C)
     store_row(rows, gate, BETA, at, count, C)
     store_row(rows, rk, KEY_NORM, at, count, C)

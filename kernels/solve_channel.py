@@ -52,7 +52,7 @@ from kernels.tuned import setting
 
 
 @triton.jit
-def _keys(
+def _decayed_keys(
     q, k, w, beta, decay, table,  # inputs
     rows, whole, kr, qr, wd,  # outputs
     chunks, H, q_stride, k_stride, decay_stride, scale,
@@ -185,7 +185,7 @@ def forward(x: Inputs, layout: Layout, w: Tensor | None) -> Solved:
     inverses = scratch(x, t)
     choice = setting("keys", x.k)
     launch(
-        _keys, M * H, x.key,
+        _decayed_keys, M * H, x.key,
         x.q, x.k, w, x.beta, x.decay, table, rows, whole, kr, qr, wd,
         layout.chunks, H, *strides, x.scale,
         K=K, BD=choice.block, C=C, PRECONDITION=w is not None,

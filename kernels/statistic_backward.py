@@ -31,12 +31,12 @@ from kernels.layout import Inputs, Layout, Solved
 from kernels.statistic import chain
 from kernels.tiles import KEY_NORM, KINDS, LOG2E
 from kernels.tuned import setting
-from kernels.write_keys import LN2, load_factor, log2, rows_at_once
+from kernels.write_keys import LN2, load_decay, log2, rows_at_once
 
 
 @triton.jit
 def _through_bound(a, m, factor, WIDE: tl.constexpr):
-    """From a + eps: b, 1 / (1 + |r|), and -log(x) / ((1 + |r|) (a + eps)). m: times log2(e); factor: -log(x)."""
+    """From a, which has eps in it: b, 1 / (1 + |r|), and -log(x) / ((1 + |r|) a). m: times log2(e); factor: -log(x)."""
     r = log2(a, WIDE) - m
     size = 1.0 + LN2 * tl.abs(r)
     inverse = tl.rsqrt(size * a)  # a division takes several instructions; this one serves both
@@ -61,7 +61,7 @@ def _sums_backward(
     gate, norms = token.to(tl.int64) * H + head, rows + (at * KINDS + KEY_NORM) * C
     k += token.to(tl.int64) * K_STRIDE + head * K
     a = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
-    given, sum_m, grown = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32), 1.0
+    given, sum_m, grown, whole = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32), 1.0, 0.0
     for first in range(0, count, R):
         tl.store(starts + (at * C + first) // R * K + d, a, mask=d < K)
         place = gate + first * H
@@ -70,20 +70,21 @@ def _sums_backward(
             there = inside & (d < K)
             khat = tl.load(k + first * K_STRIDE + j * K_STRIDE + d, mask=there, other=0.0).to(tl.float32) * tl.load(norms + first + j)
             grad = tl.load(dw + place * K + j * H * K + d, mask=there, other=0.0).to(tl.float32)
-            c, decay = tl.load(gain + place + j * H, mask=inside, other=0.0).to(tl.float32), load_factor(forget + place + j * H, inside)
-            a = decay * a + c * (khat * khat)
+            c, decay = tl.load(gain + place + j * H, mask=inside, other=0.0).to(tl.float32), load_decay(forget + place + j * H, inside)
+            a = tl.exp2(decay) * a + c * (khat * khat)
             b, slope, fall = _through_bound(a + eps, m, factor, WIDE)
-            dr = grad * b * khat * slope
-            sum_m += dr * slope
-            grown *= decay
-            given += grown * (dr * fall)
+            part = grad * b * khat * slope  # dr = -log(x) part slope ;  da = part fall
+            sum_m += part * slope
+            whole += decay
+            grown *= tl.exp2(decay)
+            given += grown * (part * fall)
     tl.store(dstart + at * K + d, given, mask=d < K)
-    tl.store(keep + at, grown)
+    tl.store(keep + at, tl.exp2(whole))
     tl.store(centers + at, -factor * tl.sum(sum_m, 0))
 
 
 @triton.jit
-def _rows(
+def _back_rows(
     k, norms, forget, gain, dw, dk, dforget, dgain,  # of the first of these rows; inputs, and the last three outputs
     remaining, d, a, carry, m, factor, eps,
     H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, J: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -96,13 +97,13 @@ def _rows(
     key = tl.load(k + J * K_STRIDE + d, mask=there, other=0.0).to(tl.float32)
     grad = tl.load(dw + J * H * K + d, mask=there, other=0.0).to(tl.float32)
     read = tl.load(dk + J * H * K + d, mask=there, other=0.0).to(tl.float32)
-    rk, decay = tl.load(norms + J), load_factor(forget + J * H, inside)
+    rk, keep = tl.load(norms + J), tl.exp2(load_decay(forget + J * H, inside))
     c = tl.load(gain + J * H, mask=inside, other=0.0).to(tl.float32)
     khat = key * rk
-    prior = decay * a
+    prior = keep * a
     a = prior + c * (khat * khat)
     if J + 1 < R:
-        carry = _rows(
+        carry = _back_rows(
             k, norms, forget, gain, dw, dk, dforget, dgain, remaining, d, a, carry, m, factor, eps,
             H, K, K_STRIDE, J + 1, R, NORMALIZE, WIDE,
         )  # fmt: skip
@@ -116,7 +117,7 @@ def _rows(
     if NORMALIZE:
         grad -= tl.sum(grad * khat, 0) * khat
     tl.store(dk + J * H * K + d, grad.to(dk.dtype.element_ty), mask=there)
-    return decay * dA
+    return keep * dA
 
 
 @triton.jit
@@ -152,7 +153,7 @@ def _keys_backward(
         first = (blocks - 1 - done) * R
         place = gate + first * H
         a = tl.load(starts + (at * C + first) // R * K + d, mask=d < K, other=0.0)
-        carry = _rows(
+        carry = _back_rows(
             k + first * K_STRIDE, norms + first, forget + place, gain + place, dw + place * K, dk + place * K, dforget + place,
             dgain + place, count - first, d, a, carry, m, factor, eps, H, K, K_STRIDE, 0, R, NORMALIZE, WIDE,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 `rows` [M, H, 8, C] fp32 holds the numbers of a chunk's tokens, by kind; zero past the chunk's rows:
 
     BETA                   beta
-    KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + 1e-6), or 1 where q and k are not normalised
+    KEY_NORM, QUERY_NORM   rk, rq = 1 / sqrt(sum x^2 + NORM_EPS), or 1 where q and k are not normalised
     KEY_READ, QUERY_READ   rk exp(G), scale rq exp(G): what k and q lack when they read the state that the chunk meets
     WRITE                  exp(G_C - G), times rk where the write key is k itself: what it lacks when it writes the state handed on
     HIGH, LOW              G / ln 2, the inclusive cumulative log decay of the chunk, as the unevaluated sum of two floats: a difference
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import operands
+
 KEY_NORM = tl.constexpr(0)
 QUERY_NORM = tl.constexpr(1)
 HIGH = tl.constexpr(2)
@@ -30,6 +32,7 @@ QUERY_READ = tl.constexpr(6)
 WRITE = tl.constexpr(7)
 KINDS = tl.constexpr(8)
 LOG2E = tl.constexpr(1.4426950408889634)
+NORM_EPS = tl.constexpr(operands.NORM_EPS)
 
 
 def dot_precision(x: Tensor) -> str:

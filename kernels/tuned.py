@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Setting(NamedTuple):
-    block: int  # value channels a program handles, at most; of the solve: key channels; 0: all
+    block: int  # value channels a program handles, at most; of the solve: key channels. 0: the stage has all
     warps: int
     stages: int
     registers: int | None = None  # a thread, at most: fewer, and more programs share a multiprocessor
@@ -28,7 +28,8 @@ class Row(NamedTuple):
 
 ANY = 1 << 40
 
-# 2 bytes, up to 128 channels: measured on one H200, Triton 3.6.0, 2026-11-30 (LOG.md). The others: compiled, not timed.
+# 2 bytes, up to 128 channels: measured on one H200, Triton 3.6.0, 2026-11-30, the statistic 2026-12-01 (LOG.md). The others:
+# compiled, not timed.
 TABLE: dict[str, tuple[Row, ...]] = {
     "solve": (Row(2, ANY, ANY, Setting(64, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "keys": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(16, 4, 1))),
@@ -54,7 +55,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "pairs": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "statistic_sums": (Row(2, 128, ANY, Setting(0, 1, 1)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
+    "statistic_sums": (Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
     "statistic_keys": (Row(2, 128, ANY, Setting(0, 1, 1, 144)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
 }
 

@@ -20,10 +20,9 @@ from triton.language.extra import libdevice
 
 from kernels.launch import launch, power_of_2
 from kernels.layout import Inputs, Layout
-from kernels.tiles import LOG2E
+from kernels.tiles import LOG2E, NORM_EPS
 
 LN2 = tl.constexpr(0.6931471805599453)
-NORM_EPS = tl.constexpr(1e-6)  # `kernels.operands`
 
 
 def rows_at_once(key: int) -> int:
@@ -40,13 +39,13 @@ def log2(x, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_factor(gate, inside):
-    """exp of a log decay, at one token of one head; 1 past the chunk's rows."""
-    return tl.exp2(tl.load(gate, mask=inside, other=0.0).to(tl.float32) * LOG2E)
+def load_decay(gate, inside):
+    """A log decay times log2(e), at one token of one head; 0 past the chunk's rows."""
+    return tl.load(gate, mask=inside, other=0.0).to(tl.float32) * LOG2E
 
 
 @triton.jit
-def _rows(
+def _write_rows(
     k, forget, gain, w,  # of the first of these rows; inputs and output
     remaining, d, a, m, factor, eps,
     H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, J: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -56,16 +55,15 @@ def _rows(
     inside = remaining > J
     there = inside & (d < K)
     key = tl.load(k + J * K_STRIDE + d, mask=there, other=0.0).to(tl.float32)
-    rk = 1.0
     if NORMALIZE:
-        rk = tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
+        key *= tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
     c = tl.load(gain + J * H, mask=inside, other=0.0).to(tl.float32)
-    a = load_factor(forget + J * H, inside) * a + (c * rk * rk) * (key * key)
+    a = tl.exp2(load_decay(forget + J * H, inside)) * a + c * (key * key)
     r = log2(a + eps, WIDE) - m
     slope = tl.rsqrt(1.0 + LN2 * tl.abs(r))  # a division takes several instructions
-    write = tl.exp2(r * factor * slope * slope) * (rk * key)
+    write = tl.exp2(r * factor * slope * slope) * key
     if J + 1 < R:
-        a = _rows(k, forget, gain, w, remaining, d, a, m, factor, eps, H, K, K_STRIDE, J + 1, R, NORMALIZE, WIDE)
+        a = _write_rows(k, forget, gain, w, remaining, d, a, m, factor, eps, H, K, K_STRIDE, J + 1, R, NORMALIZE, WIDE)
     tl.store(w + J * H * K + d, write.to(w.dtype.element_ty), mask=there)
     return a
 
@@ -88,7 +86,7 @@ def _write_keys(
     a = tl.load(a_start + at * K + d, mask=d < K, other=0.0)
     for first in range(0, count, R):
         place = gate + first * H
-        a = _rows(
+        a = _write_rows(
             k + first * K_STRIDE, forget + place, gain + place, w + place * K, count - first, d, a, m, factor, eps,
             H, K, K_STRIDE, 0, R, NORMALIZE, WIDE,
         )  # fmt: skip

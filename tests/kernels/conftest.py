@@ -21,6 +21,7 @@ class Case:
     weights: dict  # o s a: what each output is multiplied with before the sum that is differentiated
     cu_seqlens: torch.Tensor | None = None
     options: dict | None = None  # bound, form, interval of the preconditioner
+    normalize: bool = True  # q and k, in the op
 
     @property
     def preconditioned(self):
@@ -36,7 +37,7 @@ class Case:
         """The op on tensors named as in `tensors`."""
         precond = Preconditioner(t["p"], t["c"], t["m"], **(self.options or {})) if self.preconditioned else None
         state = State(t["s"], t.get("a")) if "s" in t else None
-        arguments = {"cu_seqlens": self.cu_seqlens, "output_final_state": True} | arguments
+        arguments = {"cu_seqlens": self.cu_seqlens, "output_final_state": True, "normalize_qk": self.normalize} | arguments
         return delta_rule(t["q"], t["k"], t["v"], t["beta"], t.get("decay"), precond, initial_state=state, backend=backend, **arguments)
 
     def run(self, backend, dtype=torch.float64, device="cpu", place=torch.clone):

@@ -19,7 +19,7 @@ SPILLED = {"_gradients": 1024, "_reads": 768, "_writes": 1536, "_pairs": 512}
 
 
 KINDS = ["16 bit", "16 bit, odd", "16 bit, plain, long", "16 bit, plain, odd", "fp32", "16 bit, channel, long", "fp32, channel"]
-KINDS += ["16 bit, wide, long"]
+KINDS += ["16 bit, wide, long", "fp32, wide"]
 
 
 @pytest.mark.parametrize("what", KINDS)
@@ -29,6 +29,8 @@ def test_variants(what):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     stages = {"_solve_channel", "_scan", "_reads", "_writes"} if "channel" in what else {"_solve", "_scan", "_gradients"}
+    if "plain" not in what:
+        stages |= {"_sums", "_write_keys", "_sums_backward", "_keys_backward"}
     assert {row["kernel"] for row in rows} >= stages
     bad = [row for row in rows if row["spilled"] > SPILLED.get(row["kernel"], 0) or row["shared"] > LIMIT]
     assert not bad, bad

@@ -6,6 +6,7 @@ chunks of 32 rows, so the lengths are chosen round 32; 16-bit inputs, with chunk
 
 import os
 import random
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -16,9 +17,10 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from kernels import decode, layout, statistic  # noqa: E402
+from kernels import decode, layout, statistic, statistic_backward  # noqa: E402
 from kernels.chunk import Preconditioner, State  # noqa: E402
 from kernels.chunk_triton import Call  # noqa: E402
+from kernels.layout import Inputs  # noqa: E402
 from kernels.tables import Tables  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -161,6 +163,29 @@ def test_views_of_a_fused_projection_are_not_copied(case):
     assert torch.equal(_rows(fused.view(2, 5, 12, 16).transpose(1, 2)), fused.view(2, 5, 12, 16).transpose(1, 2).flatten(0, 1))
 
 
+def test_parts_of_a_fused_projection(case):
+    """q, k and v as a third each of a buffer that is NaN elsewhere give the values of plain tensors, bit for bit."""
+
+    def third(x):
+        if x.dim() != 4:
+            return x.clone()
+        fused = x.new_full((*x.shape[:2], 3, *x.shape[2:]), torch.nan)
+        fused[:, :, 1] = x
+        return fused[:, :, 1]
+
+    one = case("pdn", 12, B=2, H=2, K=16, V=16, state=False)
+    plain, parts = run(one), one.run("triton", torch.float32, DEVICE, place=third)
+    assert all(torch.equal(plain[n], parts[n]) for n in plain)
+
+
+@pytest.mark.parametrize("size, normalize", [(0.25, False), (1e-3, True)])
+def test_size_of_the_keys(size, normalize, case, assert_close):
+    """Not normalised; and so small that the norm's epsilon counts."""
+    one = replace(case("pdn", 12, B=1, H=1, K=16, V=16), normalize=normalize)
+    one = one.with_(k=one.tensors["k"] * size).rounded(torch.float32)
+    assert_close(run(one), one.run("reference"), TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["pgdn", "pkda"])
 @pytest.mark.parametrize("t", [0, 20, 32])
 def test_causality(t, name, case):
@@ -182,6 +207,8 @@ def test_a_neighbour_full_of_nan_changes_nothing(case):
         assert got[n][:, 20:30].isnan().any(), n
         for part in (slice(0, 20), slice(30, 50)):
             assert torch.equal(got[n][:, part], whole[n][:, part]), n
+    for n in ("s", "a", "ds", "da"):  # of the sequences beside it
+        assert torch.equal(got[n][::2], whole[n][::2]), n
 
 
 def test_statistic_counts_past_256():
@@ -195,6 +222,25 @@ def test_statistic_counts_past_256():
     precond = Preconditioner(gates * 0, gates, torch.zeros(1, device=DEVICE))
     _, state = delta_rule(x, x, x, gates, precond=precond, normalize_qk=False, output_final_state=True)
     assert state.a[0, 0, 3] == T and state.a.sum() == T
+
+
+def test_statistic_forgets_weakly_over_many_chunks():
+    """exp(p) rounds near 1, in one direction for a constant p: as a factor a token it would lose 1e-5 over these 1,024."""
+    T, K = 1024, 16
+    k, c, p = torch.randn(T, 1, K), torch.rand(T, 1), torch.full((T, 1), -2.9e-8)
+    q, k_, v, beta, forget, gain, center = (y.to(DEVICE) for y in (k, k, k, c, p, c, torch.zeros(1)))
+    x = Inputs(q, k_, v, beta, None, forget, gain, center, 0.4, 1e-6, 1.0, False)
+    _, a = statistic.forward(x, layout._build((0, T), 32, 1, torch.device(DEVICE)), None)
+    P = p.double().cumsum(0)
+    judge = (((P[-1] - P).exp() * c.double())[..., None] * k.double().square()).sum(0)
+    assert (a[0].cpu() - judge).norm() / judge.norm() < 2e-6
+
+
+def test_centers_of_more_chunks_than_are_added_at_once():
+    centers, total = torch.ones(2 * 257, device=DEVICE), torch.full((2,), torch.nan, device=DEVICE)
+    for head in range(2):
+        statistic_backward._add_up[(1,)](centers, total, head, 257, 2)
+    assert total.tolist() == [257, 257]
 
 
 def test_identical_keys_are_solved_without_loss(case, assert_close):
