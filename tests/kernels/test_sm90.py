@@ -19,7 +19,7 @@ SPILLED = {"_gradients": 1024, "_reads": 768, "_writes": 1536, "_pairs": 512}
 
 
 KINDS = ["16 bit", "16 bit, odd", "16 bit, plain, long", "16 bit, plain, odd", "fp32", "16 bit, channel, long", "fp32, channel"]
-KINDS += ["16 bit, wide, long", "fp32, wide"]
+KINDS += ["16 bit, wide, long"]
 
 
 @pytest.mark.parametrize("what", KINDS)
