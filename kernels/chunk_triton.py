@@ -14,7 +14,7 @@ rows of S, and khat w^T * M stands for the sums over channels of khat_i w_j exp(
 So B U are the values written, R in docs/paper.md, section 2; its T is (I + B L)^-1 B = (I - B N) B. N rather than T is stored: the
 identity then enters exactly, in fp32, and the gradient of beta needs no division.
 
-Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequences or spans):
+Stages and what they hand on (x: the `Inputs`, and as a dtype theirs; N tokens = B * T, M chunks, S sequences or spans):
 
     statistic.forward(x, layout, a_0)                         -> a_start [M, H, K] fp32, a [S, H, K] fp32
     write_keys.forward(x, layout, a_start)                    -> w [N, H, K] x
@@ -25,12 +25,12 @@ Stages and what they hand on (x: input dtype; N tokens = B * T, M chunks, S sequ
     scan_backward.backward(x, solved, layout, spans, do, ds)  -> dh [M, H, V, K] x, dx [N, H, V] x, ds_0 [S, H, K, V] fp32
     pairs.backward(x, solved, layout, o, u, dx, do)           -> Pairs: dv, dbeta, e1, e2
     gradients.backward(x, solved, layout, h, dh, u, dx, do, pairs) -> Gradients: dq, dk, dw, dg
-    statistic_backward.backward(x, solved, layout, a_start, gradients, da) -> dforget, dgain, dcenter, da_0
+    statistic_backward.backward(x, solved, layout, a_start, gradients, da, hand_back) -> dforget, dgain, dcenter, da_0
 
 Where there are few long sequences the scans run over pieces of them at once (`kernels.pieces`).
 
 Kept for the backward pass, D = 128 and 16 bit: q, k, v 768 B, t and qw 256 B, w 256 B, rows 32 B and a_start 8 B a token and head, gates
-aside: 1.3 KB; with a decay a channel kr, qr and wd too, 2.1 KB. The states are computed again: they would be 512 B more.
+aside: 1.3 KB; with a decay a channel kr, qr and wd too, 2.1 KB, and o. The states are computed again: they would be 512 B more.
 """
 
 from __future__ import annotations

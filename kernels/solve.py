@@ -1,10 +1,10 @@
 """The chunk-local solve: row norms, cumulative decay, N and QW. One program a chunk and head, one launch.
 
-    rk = 1 / sqrt(sum k^2 + 1e-6) ;  khat = rk k ;  G = the cumulative log decay ;  w = `kernels.write_keys`' or khat
+    rk = 1 / sqrt(sum k^2 + 1e-6) ;  khat = rk k ;  G = the cumulative log decay ;  w from `kernels.write_keys`, or khat
     L_ij = (khat_i . w_j) exp(G_i - G_j), i > j ;  N = (I + L B)^-1 L, B = diag(beta) ;  QW_ij = scale (qhat_i . w_j) exp(G_i - G_j), i >= j
 
-First the inverse D of the four 16 x 16 diagonal blocks of I + L B, from blocks of 2 to 4, 8, 16. Then Y = D L, and with E the part of
-Y B outside the diagonal blocks, which is nilpotent (E^4 = 0 with four blocks),
+First the inverse D of the 16 x 16 diagonal blocks of I + L B (four, or two and one of fp32's lower chunks), from blocks of 2 to 4, 8, 16.
+Then Y = D L, and with E the part of Y B outside the diagonal blocks, which is nilpotent (E^4 = 0 with four blocks),
 
     I + L B = D^-1 (I + E) ;  N = (I + E)^-1 Y = (I - E) (I + E^2) Y
 
@@ -14,8 +14,8 @@ k are not normalised and L may be past fp16's range, in TF32. Powers of L B itse
 
 A decay a channel has `kernels.solve_channel` instead.
 
-Cost, D = 128, 16 bit: reads q and k 512 B and with a preconditioner w 256 B, writes t and qw 256 B and rows 32 B a token and head; t is
-written and read before as scratch, mostly in the cache.
+Cost, D = 128, 16 bit: reads q and k 512 B and with a preconditioner w 256 B, writes t and qw 256 B and rows 32 B a token and head; t
+(-N) serves as scratch for D first, mostly in the cache.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 Forward, two launches: `_sums` makes each chunk's own part (chunk-parallel), `_chain` carries it over the chunks of a sequence; backward
 the same `_chain` carries gradients (`statistic_backward`).
 
-    own = sum_t exp(P_C - P_t) c_t khat_t^2 ;  a_start' = exp(P_C) a_start + own
+    own = sum_t exp(P_C - P_t) c_t khat_t^2 ;  a_start of the next chunk = exp(P_C) a_start + own
 
-All in fp32, sums of positive terms, no products of matrices; exp(P_C) is that of a sum, since a product of 64 factors near 1 would lose
-of a weak decay, chunk after chunk in one direction. Cost, D = 128, 16 bit: reads k once,
-256 B a token and head, and writes 16 B.
+with P the chunk's inclusive cumulative log decay, P_C its last. All in fp32, sums of positive terms, no products of matrices. exp(P_C) is
+that of a sum: of a weak decay the 64 factors, each rounded near 1, err in one direction, and their product's error grows chunk after chunk.
+Cost, D = 128, 16 bit: reads k once, 256 B a token and head, and writes 16 B.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.layout import Inputs, Layout
 from kernels.tiles import NORM_EPS
 from kernels.write_keys import load_decay, rows_at_once
 
-STEP, LONG_STEP = 64, 512  # chunks that the chain takes at once, at most; of few long sequences
+STEP, LONG_STEP = 64, 512  # chunks a step of the chain, at most; LONG_STEP where few long sequences are cut
 CHANNELS = 16  # of the chain's programs
 
 

@@ -5,13 +5,13 @@
     dA_t = da_t + exp(p_{t+1}) dA_{t+1}                                     over all later rows of the sequence
     dkhat += b dw + 2 c khat dA ;  dc_t = sum khat^2 dA ;  dp_t = sum dA prior ;  dk = rk (dkhat - khat (khat . dkhat))
 
-Three launches, as forward: `_sums_backward` makes what each chunk's rows give to the statistic that the chunk meets, start = sum_t exp(P_t)
-da_t with the chunk's inclusive cumulative log decay P. `statistic.chain` carries it from the last chunk, where D is the gradient of the
-final statistic, to the first: D_{c-1} = start_c + exp(P_C) D_c (twice where a later piece of the sequences gives a part of it,
-`kernels.maps`). `_keys_backward` makes everything else, from the last row of a chunk, with dA = D behind it, to the first.
+Three launches, as forward: `_sums_backward` makes what each chunk's rows give to the statistic that the chunk meets, dstart = sum_t
+exp(P_t) da_t with the chunk's inclusive cumulative log decay P. `statistic.chain` carries it from the last chunk, where D is the gradient
+of the final statistic, to the first: D_{c-1} = dstart_c + exp(P_C) D_c (run again where a later piece of the sequences hands back a part
+of it, `kernels.maps`). `_keys_backward` makes everything else, from the last row of a chunk, with dA = D behind it, to the first.
 
-Both go through a chunk's rows one after the other, a program of one warp for a chunk and head, as `kernels.write_keys` does; for the way
-back the statistic of some rows is made again from the one before them, which the way forth has stored.
+Both go through a chunk's rows one after the other, a program of one warp for a chunk and head, as `kernels.write_keys` does.
+`_sums_backward` stores the statistic before every R rows, and `_keys_backward` makes those between again.
 
 Cost, D = 128, 16 bit, a token and head: reads k and dw twice, dk once, writes dk once, and starts 64 B both ways: 1.7 KB.
 """
@@ -76,7 +76,7 @@ def _sums_backward(
             part = grad * b * khat * slope  # dr = -log(x) part slope ;  da = part fall
             sum_m += part * slope
             whole += decay
-            grown *= tl.exp2(decay)
+            grown *= tl.exp2(decay)  # a product is well enough inside one chunk
             given += grown * (part * fall)
     tl.store(dstart + at * K + d, given, mask=d < K)
     tl.store(keep + at, tl.exp2(whole))
@@ -90,8 +90,8 @@ def _back_rows(
     H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, J: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows J .. R of those that remain, the last one first. a: the statistic before row J. Takes exp(p) dA of the row after them, and is
-    that of row J."""
+    """Rows J .. R of those that remain, the last one first. a: the statistic before row J. carry: exp(p) dA of the row after
+    them; returns that of row J."""
     inside = remaining > J
     there = inside & (d < K)
     key = tl.load(k + J * K_STRIDE + d, mask=there, other=0.0).to(tl.float32)
@@ -191,7 +191,7 @@ def backward(
             d_end, da_0 = chain(x, layout, (dstart, keep), whole, reverse=True)
     dforget, dgain = torch.empty_like(x.forget), torch.empty_like(x.gain)
     choice = setting("statistic_keys", x.k)
-    launch(
+    launch(  # M's part of the key: Triton compiles integers that are 1 or multiples of 16 apart
         _keys_backward, (M + 1) * H, (x.key, M == 1, M % 16 == 0),
         *inputs, starts, d_end, centers, gradients.k, dforget, dgain, dcenter, layout.chunks, -x.log_bound, x.eps, M,
         **constants, NORMALIZE=x.normalize, WIDE=wide, num_warps=choice.warps, maxnreg=choice.registers,

@@ -2,10 +2,11 @@
 
     a_t = exp(p_t) a_{t-1} + c_t khat_t^2 ;  r = log(a_t + eps) - m ;  b_t = exp(-log(x) r / (1 + |r|)) ;  w_t = b_t khat_t
 
-One program a chunk and head, which is one warp: it goes through the chunk's rows one after the other with all key channels of the
-statistic in registers, so that a row costs one multiplication and one addition a channel. (As a product with the decays' triangle, as
-other sums over a chunk are made, it takes matrix units, changes of layout, and rounding to 16 bits.) A function calls itself for the next
-row: all rows' loads are issued before the first store, past which the compiler may not move them.
+m is the head's centre, x >= 1 the bound: b lies in [1/x, x]. One program a chunk and head, which is one warp: it goes through the chunk's
+rows one after the other with all key channels of the statistic in registers, so that a row costs one multiplication and one addition a
+channel. (As a product with the decays' triangle, as other sums over a chunk are made, it takes matrix units, changes of layout, and
+rounding to 16 bits.) `_write_rows` calls itself, unrolled, for the next row, so that the loads of R rows come before the first store: the
+compiler moves no load past a store.
 
 Cost, D = 128, 16 bit, a token and head: reads k 256 B, writes w 256 B.
 """
@@ -32,7 +33,7 @@ def rows_at_once(key: int) -> int:
 
 @triton.jit
 def log2(x, WIDE: tl.constexpr):
-    """log2 of x fp32: one instruction, right to 2^-22, where 16-bit inputs allow it; a dozen else."""
+    """log2 of x fp32: one instruction with an error of 2^-22, enough for 16-bit inputs; about a dozen for fp32 ones (WIDE)."""
     if WIDE:
         return tl.log2(x)
     return libdevice.fast_log2f(x)
@@ -51,7 +52,7 @@ def _write_rows(
     H: tl.constexpr, K: tl.constexpr, K_STRIDE: tl.constexpr, J: tl.constexpr, R: tl.constexpr, NORMALIZE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows J .. R of those that remain: writes w, and is the statistic after them. a: before row J; m: times log2(e); factor: -log(x)."""
+    """Rows J .. R of those that remain: writes w, returns the statistic after them. a: before row J; m: times log2(e); factor: -log(x)."""
     inside = remaining > J
     there = inside & (d < K)
     key = tl.load(k + J * K_STRIDE + d, mask=there, other=0.0).to(tl.float32)
@@ -60,8 +61,8 @@ def _write_rows(
     c = tl.load(gain + J * H, mask=inside, other=0.0).to(tl.float32)
     a = tl.exp2(load_decay(forget + J * H, inside)) * a + c * (key * key)
     r = log2(a + eps, WIDE) - m
-    slope = tl.rsqrt(1.0 + LN2 * tl.abs(r))  # a division takes several instructions
-    write = tl.exp2(r * factor * slope * slope) * key
+    root = tl.rsqrt(1.0 + LN2 * tl.abs(r))  # a division takes several instructions
+    write = tl.exp2(r * factor * root * root) * key
     if J + 1 < R:
         a = _write_rows(k, forget, gain, w, remaining, d, a, m, factor, eps, H, K, K_STRIDE, J + 1, R, NORMALIZE, WIDE)
     tl.store(w + J * H * K + d, write.to(w.dtype.element_ty), mask=there)

@@ -38,4 +38,4 @@ echo "== A sample"
 python -m pdn_train.generate "$run" --prompt $'HAMLET.\nTo be, or not to be' --max-tokens 120 --temperature 0.8 --seed 1
 
 echo
-echo "== Done. Loss curves:  .venv/bin/tensorboard --logdir $run/tb      Numbers: $run/metrics.jsonl      Everything of the run: $run"
+echo "== Done. Loss curves:  $(command -v tensorboard || echo tensorboard) --logdir $run/tb      Numbers: $run/metrics.jsonl      Everything of the run: $run"
