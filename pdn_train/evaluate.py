@@ -8,9 +8,9 @@
     niah       accuracy of `pdn_train.niah`'s three needle tasks at each length; also niah_1, niah_2, niah_3 alone
     harness    tasks of lm-evaluation-harness (`pdn_train.harness`, the extra lm-eval); commonsense and recall are the paper's two lists
 
-The result is printed as JSON, alone on stdout, then written to RUN_OR_EXPORT/eval.json or FILE. Of a run or one of its checkpoints every
-number also goes to TensorBoard, as its run `evaluation`, at the checkpoint's step. `eval.tasks` of a configuration runs tasks while a model
-trains.
+The result is printed as JSON, alone on stdout, then written to RUN_OR_EXPORT/eval.json or FILE; how far a task is goes to stderr. Of a run
+or one of its checkpoints every number also goes to TensorBoard, as its run `evaluation`, at the checkpoint's step. `eval.tasks` of a
+configuration runs tasks while a model trains.
 
     loss             sum of the cross-entropy over all targets / their number, in nats: every target weighs the same, whatever its batch
     perplexity       exp(loss)
@@ -34,6 +34,7 @@ from pdn_train.metrics import numbers
 from pdn_train.rundir import RunDir
 from pdn_train.shards import ShardError
 from pdn_train.tasks import TASKS, EvaluationError, Options, Subject, check, run_tasks
+from pdn_train.telling import to_stderr
 from pdn_train.weights import DTYPES, UNREADABLE, find, load_model
 
 
@@ -116,6 +117,7 @@ def _options(a: argparse.Namespace) -> Options:
         seed=a.seed,
         harness_tasks=tuple(name for name in a.harness_tasks.split(",") if name),
         harness_path=a.harness_path,
+        tell=to_stderr,
     )
 
 

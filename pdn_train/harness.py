@@ -14,7 +14,7 @@ of one's own (`--harness-path`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from lm_eval import simple_evaluate
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pdn_train.generate import generate
 from pdn_train.model import LanguageModel
+from pdn_train.telling import Tally, silent
 from pdn_train.tokenizer import Tokenizer
 
 GENERATED = 256  # tokens, where a task names no limit
@@ -34,18 +35,20 @@ LOGITS = 2**28  # at once: 1 GiB in fp32
 class Answers(LM):
     """The three questions that lm-evaluation-harness asks, each as a list of its requests."""
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, at_once: int):
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, at_once: int, tell: Callable[[str], object] = silent):
         super().__init__()
-        self._model, self._tokenizer, self._at_once = model, tokenizer, at_once
+        self._model, self._tokenizer, self._at_once, self._tell = model, tokenizer, at_once, tell
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pairs = [self._pair(*request.args) for request in requests]
         found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        tally = Tally("harness", len(pairs), "continuation", "to score", self._tell)
         for numbers, logits in self._scored(pairs):
             for n, rows in zip(numbers, logits, strict=True):  # rows [continuation, vocab] fp32
                 wanted = torch.tensor(pairs[n][1], device=rows.device)
                 logs = torch.log_softmax(rows, -1).gather(-1, wanted[:, None])
                 found[n] = (logs.sum().item(), bool((rows.argmax(-1) == wanted).all()))
+            tally.add(len(numbers))
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -58,6 +61,7 @@ class Answers(LM):
         limits = [settings.get("max_gen_toks", GENERATED) for settings in wanted]
         texts = [""] * len(requests)
         order = sorted(range(len(requests)), key=lambda n: (limits[n], len(prompts[n])))
+        tally = Tally("harness", len(order), "text", "to generate", self._tell)
         for start in range(0, len(order), self._at_once):
             numbers = order[start : start + self._at_once]
             ends = {"end": self._tokenizer.eos_id, "vocabulary": self._tokenizer.vocab_size}
@@ -65,6 +69,7 @@ class Answers(LM):
             for n, ids in zip(numbers, made, strict=True):
                 whole = self._tokenizer.decode(prompts[n] + ids[: limits[n]])
                 texts[n] = _until(whole[len(self._tokenizer.decode(prompts[n])) :], wanted[n].get("until", []))
+            tally.add(len(numbers))
         return texts
 
     def _context(self, text: str) -> list[int]:
@@ -104,10 +109,20 @@ def _until(text: str, stops: list[str] | str) -> str:
     return text
 
 
-def run(model: LanguageModel, tokenizer: Tokenizer, tasks: tuple[str, ...], at_once: int, samples: int | None, path: str | None) -> dict:
+def run(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    tasks: tuple[str, ...],
+    at_once: int,
+    samples: int | None,
+    path: str | None,
+    tell: Callable[[str], object],
+) -> dict:
     """{task: {metric: value}} of the named tasks; `samples` of each at most; path: a folder with more task files."""
     manager = TaskManager(include_path=path)
-    found = simple_evaluate(Answers(model, tokenizer, at_once), tasks=list(tasks), limit=samples, task_manager=manager, bootstrap_iters=0)
+    found = simple_evaluate(
+        Answers(model, tokenizer, at_once, tell), tasks=list(tasks), limit=samples, task_manager=manager, bootstrap_iters=0
+    )
     return {
         task: {name.removesuffix(",none"): value for name, value in result.items() if isinstance(value, (int, float))}
         for task, result in found["results"].items()

@@ -27,6 +27,7 @@ import torch
 from kernels.cross_entropy import IGNORED
 from pdn_train.config import Config, recall_fault
 from pdn_train.data import Permutation
+from pdn_train.telling import silent
 
 POWER = 0.01  # a
 SPLITS = ("train", "validation")
@@ -143,8 +144,10 @@ def open_examples(config: Config) -> tuple[Examples, Examples]:
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, examples: Examples, count: int, device: torch.device | str) -> float:
-    """The share of the first `count` examples' questions to which the likeliest of all ids is the answer."""
+def accuracy(
+    model: torch.nn.Module, examples: Examples, count: int, device: torch.device | str, done: Callable[[int], object] = silent
+) -> float:
+    """The share of the first `count` examples' questions to which the likeliest of all ids is the answer. done: takes how many more are."""
     vocab, right, asked = model.config.vocab_size, 0, 0
     rows = max(1, LOGITS // (examples.seq_len * vocab))
     for start in range(0, count, rows):
@@ -153,4 +156,5 @@ def accuracy(model: torch.nn.Module, examples: Examples, count: int, device: tor
         found = model(inputs).argmax(-1)
         right += int((found == labels).sum())  # no id is IGNORED
         asked += int((labels != IGNORED).sum())
+        done(len(made))
     return right / asked

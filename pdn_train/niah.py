@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from pdn_train.generate import generate
 from pdn_train.model import LanguageModel
+from pdn_train.telling import silent
 from pdn_train.tokenizer import Tokenizer
 
 ANSWER_TOKENS = 128
@@ -143,11 +144,12 @@ def _prose(prose: str, amount: int, place: float, needle: str) -> str:
     return " ".join(sentences)
 
 
-def score(model: LanguageModel, tokenizer: Tokenizer, asked: list[Prompt], at_once: int) -> float:
-    """The share of prompts whose continuation holds the answer, in any case of letters."""
+def score(model: LanguageModel, tokenizer: Tokenizer, asked: list[Prompt], at_once: int, done: Callable[[int], object] = silent) -> float:
+    """The share of prompts whose continuation holds the answer, in any case of letters. done: takes how many more are."""
     right = 0
     for start in range(0, len(asked), at_once):
         batch = asked[start : start + at_once]
         texts = generate(model, [p.ids for p in batch], ANSWER_TOKENS, end=tokenizer.eos_id, vocabulary=tokenizer.vocab_size)
         right += sum(p.answer.lower() in tokenizer.decode(text).lower() for p, text in zip(batch, texts, strict=True))
+        done(len(batch))
     return right / len(asked)

@@ -20,6 +20,7 @@ from pdn_train.model import LanguageModel
 from pdn_train.mqar import MqarError
 from pdn_train.niah import NiahError
 from pdn_train.shards import Shards
+from pdn_train.telling import Tally, silent
 from pdn_train.tokenizer import Tokenizer
 
 PAIRS = 64  # of mqar, where neither the run nor the command names a number
@@ -66,6 +67,7 @@ class Options:
     seed: int = 0  # of niah's prompts; mqar's examples are those held out from the run
     harness_tasks: tuple[str, ...] = ()
     harness_path: str | None = None  # a folder of task files
+    tell: Callable[[str], object] = silent  # takes lines about how far the tasks are
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def perplexity(subject: Subject, options: Options) -> dict:
     count = len(samples) if options.samples is None else options.samples
     if count > len(samples):
         raise EvaluationError(f"--samples {count}: {folder} holds {len(samples)} samples of {samples.seq_len} tokens")
-    batches = _batches(samples, count, options.micro_batch, settings["reset_at_documents"])
+    tally = Tally("ppl", count, "sample", f"of {samples.seq_len} tokens of {folder}", options.tell)
+    batches = _batches(samples, count, options.micro_batch, settings["reset_at_documents"], tally)
     loss, targets = evaluate_loss(subject.model, batches, options.device)
     if not targets:
         raise EvaluationError(f"the first {count} samples of {folder} hold no target: every token follows an end of document")
@@ -112,9 +115,10 @@ def recall(subject: Subject, options: Options) -> dict:
     vocab, seed = subject.model.config.vocab_size, subject.settings.get("seed", 0)
     count = mqar.VALIDATION if options.samples is None else options.samples
     found = {}
+    tally = Tally("mqar", count * len(lengths), "example", f"of {pairs} pairs in {_listed(lengths)} tokens", options.tell)
     for length in lengths:
         examples = mqar.Examples(pairs, count, length, vocab, seed, "validation")
-        found[str(length)] = mqar.accuracy(subject.model, examples, count, options.device)
+        found[str(length)] = mqar.accuracy(subject.model, examples, count, options.device, tally.add)
     return {"pairs": pairs, "samples": count, "accuracy": sum(found.values()) / len(found), "lengths": found}
 
 
@@ -134,10 +138,12 @@ def needle(variants: tuple[str, ...], subject: Subject, options: Options) -> dic
     """Task niah: the accuracy of each variant at each length, and over all of them."""
     count, prose, lengths = _needles(variants, subject, options)
     found: dict = {}
+    total, what = count * len(variants) * len(lengths), f"of {', '.join(variants)} in {_listed(lengths)} tokens"
+    tally = Tally("niah", total, "prompt", what, options.tell)
     for variant in variants:
         for length in lengths:
             asked = niah.prompts(variant, length, count, subject.tokenizer, options.seed, prose)
-            share = niah.score(subject.model, subject.tokenizer, asked, options.micro_batch)
+            share = niah.score(subject.model, subject.tokenizer, asked, options.micro_batch, tally.add)
             found.setdefault(variant, {})[str(length)] = share
     every = [share for by_length in found.values() for share in by_length.values()]
     return {"samples": count, "accuracy": sum(every) / len(every), **found}
@@ -160,6 +166,10 @@ def _needles(variants: tuple[str, ...], subject: Subject, options: Options) -> t
     return count, prose, options.lengths or (512, 1024, 2048, 4096, 8192)
 
 
+def _listed(lengths: tuple[int, ...]) -> str:
+    return ", ".join(map(str, lengths))
+
+
 def _harness(name: str, tasks: tuple[str, ...] | None, subject: Subject, options: Options) -> dict:
     try:
         from pdn_train import harness  # here: only it needs the extra
@@ -170,7 +180,7 @@ def _harness(name: str, tasks: tuple[str, ...] | None, subject: Subject, options
     names = options.harness_tasks if tasks is None else tasks
     if not names:
         raise EvaluationError("--tasks harness: name the tasks with --harness-tasks")
-    return harness.run(subject.model, subject.tokenizer, names, options.micro_batch, options.samples, options.harness_path)
+    return harness.run(subject.model, subject.tokenizer, names, options.micro_batch, options.samples, options.harness_path, options.tell)
 
 
 COMMONSENSE = ("arc_easy", "arc_challenge", "hellaswag", "lambada_openai", "piqa", "winogrande", "boolq", "sciq", "wikitext")
@@ -219,11 +229,12 @@ def _prose(subject: Subject, options: Options) -> str:
     return text
 
 
-def _batches(samples: Samples, count: int, micro_batch: int, reset_at_documents: bool) -> Iterator[Batch]:
+def _batches(samples: Samples, count: int, micro_batch: int, reset_at_documents: bool, tally: Tally) -> Iterator[Batch]:
     """The first `count` samples, `micro_batch` at a time and the rest in a last, smaller batch."""
     for start in range(0, count, micro_batch):
         size = min(micro_batch, count - start)
         yield from Loader(samples, size, 1, 0, 1, reset_at_documents).step(start)
+        tally.add(size)
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, samples: Samples, folder: str) -> None:

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import pdn_train
-from pdn_train import evaluate, export, mqar, niah
+from pdn_train import evaluate, export, mqar, niah, telling
 from pdn_train.config import ConfigError, EvalConfig, build
 from pdn_train.data import Batch
 from pdn_train.shards import Shards
@@ -145,6 +145,26 @@ def test_stdout_is_json_in_a_fresh_process(run):
     assert json.loads(done.stdout) == json.loads((run[0] / "eval.json").read_text())
 
 
+def test_how_far_a_task_is_goes_to_stderr(run, monkeypatch, capsys):
+    """Its size when it begins, then at most a line every ten seconds: batches of 3 at 4 s each are told after the 3rd and the 6th."""
+    seconds = iter(range(0, 1000, 4))
+    monkeypatch.setattr(telling.time, "monotonic", lambda: next(seconds))
+    assert evaluate.main([str(run[0]), "--samples", "20", "--micro-batch", "3", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    told = [line.partition(" of 48 tokens")[0] for line in said.err.splitlines() if line.startswith("ppl")]
+    assert told == ["ppl: 20 samples", "ppl: 9 of 20 samples after 12 s", "ppl: 18 of 20 samples after 24 s"]
+    assert json.loads(said.out)["ppl"]["samples"] == 20
+
+
+def test_each_task_tells_all_it_does(run, monkeypatch, capsys):
+    monkeypatch.setattr(telling, "EVERY_SECONDS", 0.0)
+    arguments = ["--tasks", "mqar,niah_1", "--pairs", "2", "--lengths", "480,490", "--samples", "2", "--micro-batch", "1"]
+    assert evaluate.main([str(run[0]), "--device", "cpu", *arguments]) == 0
+    told = [line.partition(" after")[0] for line in capsys.readouterr().err.splitlines() if line.startswith(("mqar", "niah"))]
+    begun = ["mqar: 4 examples of 2 pairs in 480, 490 tokens", "mqar: 2 of 4 examples"]  # both at once
+    assert told == [*begun, "niah: 4 prompts of niah_1 in 480, 490 tokens", *(f"niah: {n} of 4 prompts" for n in (1, 2, 3))]
+
+
 # ---- recall ----
 
 
@@ -209,7 +229,7 @@ def test_needles_at_every_length_and_into_tensorboard(run, monkeypatch, capsys):
 
     monkeypatch.setattr(niah, "prompts", prompts)
     monkeypatch.setattr(
-        niah, "score", lambda model, tokenizer, asked, at_once: sum(told[tuple(p.ids)] == p.answer for p in asked) / len(asked)
+        niah, "score", lambda model, tokenizer, asked, at_once, done: sum(told[tuple(p.ids)] == p.answer for p in asked) / len(asked)
     )
     assert evaluate.main([str(folder), "--tasks", "niah", "--lengths", "512,1024", "--samples", "2", "--device", "cpu"]) == 0
     found = json.loads((folder / "eval.json").read_text())["niah"]
