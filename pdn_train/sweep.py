@@ -6,7 +6,7 @@ interrupted goes on from its checkpoint: the same command resumes. Where a run's
 (`pdn_train.deciding`, less resume.allow) the sweep is refused before anything starts: they are neither counted nor trained over. After M
 minutes, at SIGTERM and at Ctrl-C no run is started and those that go on are told to stop (they write a checkpoint); after a signal the
 exit code is 75, start me again. A run that fails is named with its log and what that says, and the others go on; but where the first run
-of the sweep to end cannot run here (exit code 2) no more are started, for they would meet the same.
+of the sweep to end cannot run here (exit code 2) no more are started, for they would meet the same. `--dry-run` lists the runs instead.
 
 Then, or alone with --summary, the table: per setting the mean over seeds and its standard deviation, and for each pair the mean difference,
 its standard error and 95 % interval by Student's t, printed and written to FOLDER/summary.md and summary.json. Differences are
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
 import signal
 import subprocess
@@ -125,6 +126,16 @@ class Runner:
                 process.send_signal(signal.SIGTERM)
 
 
+def plan(sweep: Sweep, runs: list[Run], done: list[Run]) -> str:
+    """What `--dry-run` prints of the runs: a line each, in the order in which they would start."""
+    lines = [
+        f"{len(runs) - len(done)} of {len(runs)} runs to do, each `python -m pdn_train.train {sweep.base}` with what follows its folder"
+    ]
+    for run in runs:
+        lines.append(f"{'done' if run in done else 'to do'}  seed {run.seed}  {run.folder}  {shlex.join(run.overrides)}")
+    return "\n".join(lines)
+
+
 # ---- comparing ----
 
 
@@ -149,7 +160,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="for every run")
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="run these settings or variants only")
     parser.add_argument("--discard-checkpoints", action="store_true", help="remove a run's checkpoints once it is done")
-    parser.add_argument("--summary", action="store_true", help="run nothing; print and write the table")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--summary", action="store_true", help="run nothing; print and write the table")
+    instead.add_argument(
+        "--dry-run", action="store_true", help="print the runs, which are done, and their settings; start and write nothing"
+    )
     try:
         return _act(parser.parse_args(argv))
     except (SweepError, ConfigError, OSError) as error:
@@ -165,6 +180,10 @@ def _act(a: argparse.Namespace) -> int:
     if unknown := only - sweep.settings.keys() - sweep.variants.keys():
         raise SweepError(f"--only {sorted(unknown)[0]}: there are {', '.join([*sweep.settings, *sweep.variants])}")
     require_same_settings(runs)
+    if a.dry_run:
+        chosen = [run for run in runs if _chosen(run, only, sweep)]
+        print(plan(sweep, chosen, [run for run in chosen if value(sweep, run) is not None]))
+        return 0
     root = Path(a.folder or sweep.folder)
     if a.summary and not root.is_dir():
         raise SweepError(f"{root} is not a folder: nothing of this sweep has run there; name the one that has with --folder")

@@ -21,7 +21,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdn_train import config
-from pdn_train.config import Config
+from pdn_train.config import Config, ConfigError
 from pdn_train.deciding import differences
 from pdn_train.explain import explain
 from pdn_train.files import parse_line
@@ -65,7 +65,10 @@ class Run:
 
 
 def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep, list[Run]]:
-    """The sweep and its runs, in order. folder and extra (section.key=value, for every run) replace the file's. Raises SweepError."""
+    """The sweep and its runs, in order. folder and extra (section.key=value, for every run) replace the file's.
+
+    Raises SweepError, and ConfigError for a run's settings; each run is one rank.
+    """
     sweep = _read(path)
     for pair in sweep.pairs:
         if len(pair) != 2 or not set(pair) <= sweep.variants.keys():
@@ -84,6 +87,10 @@ def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep,
         steps, every = run.settings.train.steps, run.settings.eval.every
         if not every or steps % every:
             raise SweepError(f"{path}: eval.every={every} must divide train.steps={steps}, so that a run ends with a validation")
+        try:
+            run.settings.accumulation(1)
+        except ConfigError as error:
+            raise SweepError(f"{path}: the run {run.folder}: {error}") from None
     return sweep, runs
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdn_train import estimate, sweep
+from pdn_train import config, estimate, sweep
 from pdn_train.compare import compare, table
 from pdn_train.config import dump
 from pdn_train.signals import REQUEUE
@@ -179,6 +180,21 @@ def test_only_takes_settings_and_variants(file, trained):
     assert {(run.setting, run.variant) for run in trained} == {("long", "gdn")} and len(trained) == 3
 
 
+def test_a_dry_run_lists_the_runs_and_starts_none(file, tmp_path, recorded, trained, capsys):
+    """What stands after a run's folder makes its configuration of the base; the done one is named, others are left out by --only."""
+    before = sorted(tmp_path.rglob("*"))
+    assert sweep.main([str(file), "--dry-run", "--only", "short", "--set", "data.path=null"]) == 0
+    assert trained == [] and sorted(tmp_path.rglob("*")) == before
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"5 of 6 runs to do, each `python -m pdn_train.train {tmp_path / 'base.yaml'}`")
+    _, runs = sweep.load(file, None, ["data.path=null"])
+    short = [run for run in runs if run.setting == "short"]
+    for line, run in zip(lines, short, strict=True):
+        state, seed, folder, overrides = line.split("  ")
+        assert (state, seed, folder) == ("done" if run.folder == recorded else "to do", f"seed {run.seed}", str(run.folder))
+        assert config.load(tmp_path / "base.yaml", shlex.split(overrides)) == run.settings
+
+
 def test_every_run_has_its_seed_its_folder_and_its_overrides(file, tmp_path):
     loaded, runs = sweep.load(file, None, ["optim.lr=0.5"])
     settings = [run.settings for run in runs]
@@ -314,6 +330,7 @@ def test_missing_and_unknown_keys_are_one_line(file, capsys):
         ("seeds: [1, 2, 3]", "seeds: []", "seeds"),
         ("data.seq_len=16", "train.steps=3, eval.every=2", "eval.every=2 must divide train.steps=3"),
         ("data.seq_len=16", "data.seqlen=16", "unknown key 'data.seqlen'"),
+        ("data.seq_len=16", "train.micro_batch=3", "short/gdn/only/seed_1: train.global_batch=4 is not a multiple"),
     ],
 )
 def test_refusals(file, capsys, old, new, message):
