@@ -38,8 +38,9 @@ FLAG = re.compile(r"(?:#SBATCH\s+)?--([a-z][a-z-]*)(?:=(.*))?")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.submit", description="Submit runs, one job a YAML file.")
-    parser.add_argument("configs", nargs="+", metavar="CONFIG | section.key=value", help="YAML files, and settings that replace theirs")
+    usage = "%(prog)s [-h] [--dry-run] CONFIG [CONFIG ...] [section.key=value ...]"
+    parser = argparse.ArgumentParser(prog="launch.submit", usage=usage, description="Submit runs, one job a YAML file.")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="YAML files; a section.key=value replaces that setting of theirs")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted; write and start nothing")
     arguments = parser.parse_intermixed_args(argv)
     files = [item for item in arguments.configs if "=" not in item]

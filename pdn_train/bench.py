@@ -221,7 +221,7 @@ def say(world: World, text: str) -> None:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pdn_train.bench", description=__doc__.split("\n")[0])
     parser.add_argument("config", help="a file such as yaml/pgdn_340m.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--variant", action="append", default=[], metavar='"section.key=value ..."', help="these settings too; repeatable")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step on each rank")
     parser.add_argument("--steps", type=int, default=10)

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdn_train.bench_checkpoint", description=__doc__.split("\n")[0])
     parser.add_argument("config", help="a file such as yaml/pgdn_1b.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--folder", required=True, help="an existing folder of the file system that is to hold the checkpoints")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step on each rank")
     parser.add_argument("--steps", type=int, default=10, help="before each save")

@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """stop: of a program that listens already."""
     parser = argparse.ArgumentParser(prog="pdn_train.train", description="Train one model; resumes by itself from run_dir/checkpoints.")
     parser.add_argument("config", help="a file such as yaml/pgdn_tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN)
     arguments = parser.parse_intermixed_args(argv)
     log_to(None)

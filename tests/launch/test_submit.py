@@ -34,6 +34,12 @@ def test_neither_torch_nor_deepspeed_is_needed_to_submit():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+def test_settings_may_be_left_out(capsys):
+    with pytest.raises(SystemExit):
+        submit.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: launch.submit [-h] [--dry-run] CONFIG [CONFIG ...] [section.key=value ...]\n")
+
+
 def test_the_script_says_what_the_launch_section_says(yaml_file, capsys):
     keys = ["launch.partition=h100", "launch.account=lab", "launch.constraint=ib", "launch.minutes=90", "launch.warning_seconds=300"]
     said = script(capsys, yaml_file, *keys, "launch.cpus_per_task=12", "launch.sbatch_extra=[--qos=long, --exclusive]")

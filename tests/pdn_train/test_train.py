@@ -368,13 +368,27 @@ def test_nonfinite_steps_end_the_run(write):
 def test_dry_run_starts_nothing(write):
     config = write("dry")
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "data.path=data/nope"))
-    for part in ("parameters", "FLOPs", "memory", '"train_micro_batch_size_per_gpu": 2', '"gradient_accumulation_steps": 2'):
+    for part in (
+        "parameters",
+        "FLOPs",
+        "memory",
+        "machine   this one has",
+        '"train_micro_batch_size_per_gpu": 2',
+        '"gradient_accumulation_steps": 2',
+    ):
         assert part in said
     assert said.count("data/nope is not a folder") == 2 and "tokens, validation" in said
     assert said.splitlines()[-1].startswith("the run would stop here for want of its data: data/nope is not a folder")
     assert not run_dir(config).exists()
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "model.vocab_size=300"), 2)
     assert said.splitlines()[-1].endswith("set model.vocab_size to at least 512") and said.splitlines()[-1].startswith("error: ")
+
+
+def test_overrides_may_be_left_out(capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.main([])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "config [section.key=value ...]" in said and said.endswith("arguments are required: config\n")
 
 
 @pytest.mark.parametrize("rank, said", [("0", "4 data-parallel ranks"), ("3", "")])
