@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from pdn_train.config import Config, ModelConfig
 from pdn_train.shards import ShardError, Shards
+from pdn_train.telling import counted
 
 CHUNK = 64
 CONV_WIDTH = 4
@@ -222,6 +223,21 @@ def _folder(folder: str, seq_len: int, samples: float | None = None) -> str:
     if tokens <= seq_len:
         return f"{folder}: {tokens:,} tokens, fewer than one sample of data.seq_len={seq_len}, which needs {seq_len + 1:,}"
     return f"{folder}: {tokens:,} tokens, " + ("validation" if samples is None else f"{samples / ((tokens - 1) // seq_len):.3g} epochs")
+
+
+def machine(config: Config, gpus: int) -> str:
+    """What of `gpus`, those of this machine, the run would compute on here; it may be meant for others."""
+    launch, device = config.launch, config.train.device
+    here = f"machine   this one has {counted(gpus, 'GPU') if gpus else 'no GPU'}; launch.gpus_per_node={launch.gpus_per_node}"
+    here += f" on each of launch.nodes={launch.nodes}" if launch.nodes > 1 else ""
+    if device == "cpu":
+        return f"{here}, and train.device=cpu computes on CPUs over gloo"
+    if gpus:
+        return here
+    if device == "cuda" or config.model.kernel == "triton":
+        key = "train.device=cuda" if device == "cuda" else "model.kernel=triton"
+        return f"{here}: training here would stop at {key}, which needs a GPU"
+    return f"{here}: training here would run on CPUs over gloo"
 
 
 def report(config: Config, world_size: int) -> str:

@@ -192,7 +192,8 @@ def dry_run(config: Config, world_size: int) -> str:
     """What would run on `world_size` ranks, as text: estimates, batch arithmetic, DeepSpeed's JSON."""
     ours = ", of which pdn_train/flat_zero.py makes ZeRO-2" if config.flat_zero and config.parallel.zero == 2 else ""
     settings = json.dumps(deepspeed_config(config, world_size), indent=2)
-    return f"{estimate.report(config, world_size)}\n\nDeepSpeed configuration{ours}:\n{settings}"
+    here = estimate.machine(config, torch.cuda.device_count())
+    return f"{estimate.report(config, world_size)}\n{here}\n\nDeepSpeed configuration{ours}:\n{settings}"
 
 
 # What a user can mend: said in one line, without a traceback

@@ -30,6 +30,20 @@ def build(world_model: dict, **sections) -> config.Config:
     return config.build({"run_dir": "r", "data": {"path": "d"}, "model": world_model, **sections}, "test")
 
 
+@pytest.mark.parametrize(
+    "gpus, model, sections, said",
+    [
+        (0, {}, {}, "has no GPU; launch.gpus_per_node=8: training here would run on CPUs over gloo"),
+        (0, {}, {"train": {"device": "cuda"}}, ": training here would stop at train.device=cuda, which needs a GPU"),
+        (0, {"kernel": "triton"}, {}, "training here would stop at model.kernel=triton, which needs a GPU"),
+        (1, {}, {"launch": {"nodes": 2}}, "has 1 GPU; launch.gpus_per_node=8 on each of launch.nodes=2"),
+        (4, {}, {"train": {"device": "cpu"}}, "has 4 GPUs; launch.gpus_per_node=8, and train.device=cpu computes on CPUs over gloo"),
+    ],
+)
+def test_a_dry_run_says_what_this_machine_has(gpus, model, sections, said):
+    assert estimate.machine(build(model, **sections), gpus).endswith(said)
+
+
 @pytest.mark.parametrize("shape", SHAPES + [{**SHAPES[0], **option} for option in OPTIONS], ids=str)
 def test_parameters_and_matrices_are_the_models(shape):
     with torch.device("meta"):
