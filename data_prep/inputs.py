@@ -149,7 +149,7 @@ def find_inputs(arguments: list[str], text_field: str) -> list[FileInput]:
         if argument.is_dir():
             found += _folder(argument, text_field)
         elif not argument.exists():
-            raise InputError(f"{argument} does not exist")
+            raise InputError(f"{argument} does not exist: name a file that ends in {', '.join(SUFFIXES)}, or a folder of them")
         elif not argument.name.endswith(SUFFIXES):
             raise InputError(f"{argument} is of no known kind; inputs end in {', '.join(SUFFIXES)}")
         else:

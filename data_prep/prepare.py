@@ -60,12 +60,18 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """The command; returns its exit status: 2 where what it is given cannot be used at all, 1 for what it meets later."""
+    arguments = _parser().parse_args(argv)
     try:
-        prepare(_options(_parser().parse_args(argv)))
+        options = _options(arguments)
+    except (PrepareError, InputError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        prepare(options)
     except (PrepareError, InputError, ShardError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, TokenizerError) else 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130

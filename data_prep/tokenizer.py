@@ -30,7 +30,7 @@ PIECE = 4000  # characters the trainer gets at once; it skips longer ones
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """The command; returns its exit status: 2 where what it is given cannot be used at all, 1 for what it meets later."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.tokenizer", description="Train a lossless sentencepiece BPE tokenizer.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files (.jsonl[.zst|.gz], .parquet, .txt) or folders of them")
     parser.add_argument("--vocab-size", type=int, required=True)
@@ -39,7 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-bytes", type=int, default=50_000_000, help="most text to train on (default: 50,000,000)")
     arguments = parser.parse_args(argv)
     try:
-        texts = sample(find_inputs(arguments.inputs, arguments.text_field), arguments.text_field, arguments.sample_bytes)
+        inputs = find_inputs(arguments.inputs, arguments.text_field)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        texts = sample(inputs, arguments.text_field, arguments.sample_bytes)
         tokenizer = train(texts, arguments.vocab_size, arguments.output)
     except (InputError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -25,6 +25,7 @@ from pdn_train.files import parse_line
 from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
 from pdn_train.rundir import RunDir, owner
 
+SHOWN_RUNS = 8
 SILENT_SECONDS = 60  # a watchdog writes at least every 5 s
 
 
@@ -51,7 +52,9 @@ def status(path: Path) -> Status:
     """Raises ConfigError where the folder is no run's."""
     run_dir = RunDir(path)
     if not run_dir.config.exists():
-        raise ConfigError(f"{path} is not a run folder: it has no config.yaml" + _sweep_here(path))
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a folder: name that of a run, its run_dir")
+        raise ConfigError(f"{path} is not a run folder: it has no config.yaml" + (_sweep_here(path) or _runs_here(path)))
     steps = load(run_dir.config).train.steps
     attempt = newest_attempt(run_dir.heartbeats, owner(run_dir))
     words = read_words(attempt) if attempt is not None else []
@@ -83,6 +86,16 @@ def _sweep_here(path: Path) -> str:
         return ""
     runs = "" if one is None else f", or for one of its runs {one.parent}"
     return f"; it is a sweep's, for `python -m pdn_train.sweep SWEEP.yaml --folder {path} --summary`{runs}"
+
+
+def _runs_here(path: Path) -> str:
+    """Which folders to ask about instead: those inside that are runs, or sweeps of runs."""
+    runs = sorted(file.parent for file in path.glob("*/config.yaml"))
+    sweeps = sorted(folder for folder in path.iterdir() if folder.is_dir() and _sweep_here(folder))
+    if not runs and not sweeps:
+        return "; name a folder that is some configuration's run_dir"
+    shown = ", ".join(map(str, (runs or sweeps)[:SHOWN_RUNS])) + (", ..." if len(runs or sweeps) > SHOWN_RUNS else "")
+    return f"; inside it {'are runs' if runs else 'are sweeps'}: {shown}"
 
 
 def job_of(made: list[Submission], attempt: Path | None, said: str) -> tuple[str | None, str, int]:

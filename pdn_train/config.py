@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 from kernels.recurrence import RECURRENCES, Recurrence
 from pdn_train import yaml12
-from pdn_train.explain import explain, suggestion
+from pdn_train.explain import absent, explain, suggestion
 
 
 class ConfigError(ValueError):
@@ -289,7 +289,8 @@ class Config(Section):
         steps, optim = self.train.steps, self.optim
         if optim.warmup_steps + optim.decay_steps > steps:
             raise ValueError(
-                f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} do not fit in train.steps={steps}"
+                f"optim.warmup_steps={optim.warmup_steps} + optim.decay_steps={optim.decay_steps} do not fit in train.steps={steps}: "
+                "lower one of them, or take more steps"
             )
 
     def _check_recall(self) -> None:
@@ -371,6 +372,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """
     try:
         text = Path(path).read_text()
+    except FileNotFoundError:
+        raise ConfigError(f"the configuration {absent(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     tree = parse(text, str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,6 +31,13 @@ def _shown(value: Any) -> str:
     """A value as it is printed, cut to 60 characters: it may be a whole section."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def absent(path: Path) -> str:
+    """That a YAML file does not exist, and which one beside it may have been meant."""
+    near = difflib.get_close_matches(path.stem, sorted(file.stem for file in path.parent.glob("*.yaml")), n=3)
+    meant = "did you mean " + " or ".join(str(path.parent / f"{name}.yaml") for name in near) + "?"
+    return f"{path} does not exist; " + (meant if near else "name a YAML file, such as one of the project's folder yaml/")
 
 
 def suggestion(location: tuple, every: list[str]) -> str:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pdn_train import config
 from pdn_train.config import Config, ConfigError
 from pdn_train.deciding import differences
-from pdn_train.explain import explain
+from pdn_train.explain import absent, explain
 from pdn_train.files import parse_line
 from pdn_train.rundir import RunDir
 
@@ -97,6 +97,8 @@ def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep,
 def _read(path: str | Path) -> Sweep:
     try:
         tree = config.parse(Path(path).read_text(), str(path))
+    except FileNotFoundError:
+        raise SweepError(f"the sweep {absent(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SweepError(f"cannot read the sweep {path}: {error}") from error
     of_a_run = [key for key in Config.model_fields if key in tree]

@@ -40,7 +40,10 @@ class Tokenizer:
         try:
             proto = Path(file).read_bytes()
         except OSError as error:
-            raise TokenizerError(f"cannot read the tokenizer {file}: {error.strerror}") from error
+            raise TokenizerError(
+                f"cannot read the tokenizer {file}: {error.strerror}; name a sentencepiece model; "
+                "`python -m data_prep.tokenizer` trains one"
+            ) from error
         processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(proto)

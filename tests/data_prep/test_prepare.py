@@ -444,7 +444,7 @@ def test_lossless_refuses_a_tokenizer_that_rewrites_text(documents, corpus, tiny
         sentence_iterator=iter(documents), model_writer=model, vocab_size=400, model_type="bpe", byte_fallback=True, minloglevel=2
     )
     (tmp_path / "default.model").write_bytes(model.getvalue())
-    assert _run(tmp_path / "a", [corpus], tmp_path / "default.model", "--lossless") == 1
+    assert _run(tmp_path / "a", [corpus], tmp_path / "default.model", "--lossless") == 2
     assert "default.model rewrites text" in capsys.readouterr().err
     (tmp_path / "b.jsonl").write_bytes(_lines(["good", "lower \u2581 block"]))  # the mark sentencepiece spells spaces with
     assert _run(tmp_path / "b", [tmp_path / "b.jsonl"], tiny_tokenizer, "--lossless", "--max-bad", "0.5") == 0
@@ -459,12 +459,17 @@ def test_options_that_make_no_sense_are_named(corpus, tiny_tokenizer, tmp_path, 
         ([corpus], ["--shard-tokens", "0"], "--shard-tokens 0"),
         ([corpus], ["--val-fraction", "1"], "--val-fraction 1.0"),
         ([corpus], ["--max-bad", "-1"], "--max-bad -1.0"),
-        ([tmp_path / "gone"], [], "gone does not exist"),
+        ([tmp_path / "gone"], [], "gone does not exist: name a file that ends in .jsonl"),
     ):
-        assert _run(tmp_path / "out", inputs, tiny_tokenizer, *more) == 1
+        assert _run(tmp_path / "out", inputs, tiny_tokenizer, *more) == 2
         assert message in capsys.readouterr().err
-    assert _run(tmp_path / "out2", [corpus], tmp_path / "gone.model") == 1
-    assert "cannot read the tokenizer" in capsys.readouterr().err and not (tmp_path / "out2").exists()
+    assert _run(tmp_path / "out2", [corpus], tmp_path / "gone.model") == 2
+    err = capsys.readouterr().err
+    assert (
+        err.startswith(f"error: cannot read the tokenizer {tmp_path / 'gone.model'}: No such file")
+        and "python -m data_prep.tokenizer" in err
+    )
+    assert err.count("\n") == 1 and not (tmp_path / "out2").exists()
 
 
 @pytest.mark.parametrize(

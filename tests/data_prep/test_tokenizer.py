@@ -46,6 +46,8 @@ def test_faults_are_errors_with_a_way_out(tmp_path, capsys):
         assert training.main([str(tmp_path / "a.txt"), "--vocab-size", size, "--output", str(tmp_path / "t.model")]) == 1
         err = capsys.readouterr().err
         assert f"error: cannot train {size} pieces on this text: {fault}" in err and "choose another --vocab-size" in err
+    assert training.main([str(tmp_path / "gone.txt"), "--vocab-size", "300", "--output", str(tmp_path / "t.model")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'gone.txt'} does not exist: name a file that ends in .jsonl, ")
     (tmp_path / "b.jsonl").write_text("broken\n")
     assert training.main([str(tmp_path / "b.jsonl"), "--vocab-size", "300", "--output", str(tmp_path / "t.model")]) == 1
     assert "left out 1 bad records" in (err := capsys.readouterr().err) and "hold no text" in err

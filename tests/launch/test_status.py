@@ -227,17 +227,34 @@ def test_damaged_lines_are_passed_over(run):
 def test_one_that_is_no_run_does_not_hide_the_others(run, tmp_path, capsys):
     assert status.main([str(tmp_path / "none"), str(run)]) == 2
     said = capsys.readouterr()
-    assert "none is not a run folder" in said.err and "not started" in said.out
+    assert said.err == f"error: {tmp_path / 'none'} is not a folder: name that of a run, its run_dir\n"
+    assert "not started" in said.out
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert status.main([str(tmp_path)]) == 2 and "is not a run folder" in capsys.readouterr().err
+    assert status.main([str(tmp_path)]) == 2
+    nothing = "is not a run folder: it has no config.yaml; name a folder that is some configuration's run_dir"
+    assert capsys.readouterr().err == f"error: {tmp_path} {nothing}\n"
+
+
+def test_a_folder_of_runs_names_them(tmp_path, capsys):
+    """The first few of them; or the sweeps, where it has no runs."""
+    (tmp_path / "mqar" / "64x256" / "gdn" / "only" / "seed_1").mkdir(parents=True)
+    (tmp_path / "mqar" / "64x256" / "gdn" / "only" / "seed_1" / "config.yaml").touch()
+    assert status.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f"it has no config.yaml; inside it are sweeps: {tmp_path / 'mqar'}\n")
+    names = [f"run_{n}" for n in range(10)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    assert status.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("; inside it are runs: " + ", ".join(str(tmp_path / name) for name in names[:8]) + ", ...\n")
 
 
 def test_a_sweep_s_folder_is_named_as_that(tmp_path, capsys):
     seed = tmp_path / "64x256" / "gdn" / "only" / "seed_1"
     seed.mkdir(parents=True)
-    assert status.main([str(tmp_path)]) == 2 and capsys.readouterr().err.endswith("it has no config.yaml\n")
+    assert status.main([str(tmp_path)]) == 2 and "it has no config.yaml; name a" in capsys.readouterr().err
     (seed / "config.yaml").touch()
     assert status.main([str(tmp_path)]) == 2
     command = f"`python -m pdn_train.sweep SWEEP.yaml --folder {tmp_path} --summary`"

@@ -71,7 +71,7 @@ REFUSED = [
     ("profile: {start: 2, stop: 40000}", ["profile.stop=40000", "train.steps=30000"]),
     ("optim: {eps: 1e999}", ["optim.eps"]),
     ("optim: {schedule: wsd}", ["optim.decay_steps"]),
-    ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100"]),
+    ("train: {steps: 100}", ["optim.warmup_steps=1024", "train.steps=100", "lower one of them, or take more steps"]),
     ("eval: {every: 10}", ["data.val_path"]),
     ("activation_checkpoint: block", ["unknown key 'activation_checkpoint' (value 'block'); did you mean 'train.activation_checkpoint'?"]),
     ("train: {zero_stage: 7}", ["unknown key 'train.zero_stage' (value 7); did you mean 'parallel.zero'?"]),
@@ -132,8 +132,13 @@ def test_a_long_value_is_cut(write, text):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match="the configuration .*nowhere.yaml does not exist; name a YAML file, such as"):
         load(tmp_path / "nowhere.yaml")
+    (tmp_path / "pgdn_340m.yaml").touch()
+    (tmp_path / "other.yaml").touch()
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "pgdn_34m.yaml")
+    assert str(caught.value) == f"the configuration {tmp_path}/pgdn_34m.yaml does not exist; did you mean {tmp_path}/pgdn_340m.yaml?"
 
 
 def test_neg_eigval_is_fine_without_a_preconditioner_or_with_bound_one(write):

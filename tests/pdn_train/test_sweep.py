@@ -318,6 +318,8 @@ def test_missing_and_unknown_keys_are_one_line(file, capsys):
     expected = "folder is missing; variants is missing; unknown key 'train' (value 5); unknown key 'variant' (value {'gdn': ['model"
     said = capsys.readouterr().err
     assert said.startswith(f"error: {file}: {expected}") and said.endswith("...); did you mean 'variants'?\n")
+    assert sweep.main([str(file.with_name("sweeps.yaml"))]) == 2
+    assert capsys.readouterr().err == f"error: the sweep {file.with_name('sweeps.yaml')} does not exist; did you mean {file}?\n"
     file.write_bytes(b"\xff")
     assert sweep.main([str(file), "--summary"]) == 2 and "cannot read the sweep" in capsys.readouterr().err
 
