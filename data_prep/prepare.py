@@ -35,6 +35,7 @@ from data_prep.encode import Encoded, Fault, Rules, encode_in_order
 from data_prep.inputs import DatasetInput, FileInput, InputError, Place, batches, find_inputs
 from pdn_train.files import write_whole
 from pdn_train.shards import MANIFEST, Manifest, ShardError, ShardWriter, TokenizerInfo, longest_document, write_manifest
+from pdn_train.telling import quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 JOURNAL = "prepare.journal"
@@ -370,4 +371,4 @@ def _kinds(faults: list[Fault]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

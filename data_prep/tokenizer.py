@@ -24,6 +24,7 @@ import sentencepiece
 
 from data_prep.inputs import BadRecord, FileInput, InputError, find_inputs, parse
 from pdn_train.files import write_whole
+from pdn_train.telling import quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 PIECE = 4000  # characters the trainer gets at once; it skips longer ones
@@ -121,4 +122,4 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdn_train.shards import MANIFEST, ShardError, Totals, faults, read_manifest, tokenizer_fault, unigram_entropy
+from pdn_train.telling import quietly
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,4 +66,4 @@ def check(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

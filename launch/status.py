@@ -10,6 +10,7 @@ and so a run that was stopped in between stands at a later step, the one of its 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pdn_train.config import ConfigError, load
 from pdn_train.files import parse_line
 from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
 from pdn_train.rundir import RunDir, owner
+from pdn_train.telling import quietly
 
 SHOWN_RUNS = 8
 SILENT_SECONDS = 60  # a watchdog writes at least every 5 s
@@ -91,7 +93,7 @@ def _sweep_here(path: Path) -> str:
 def _runs_here(path: Path) -> str:
     """Which folders to ask about instead: those inside that are runs, or sweeps of runs."""
     runs = sorted(file.parent for file in path.glob("*/config.yaml"))
-    sweeps = sorted(folder for folder in path.iterdir() if folder.is_dir() and _sweep_here(folder))
+    sweeps = sorted(folder for folder in path.iterdir() if os.access(folder, os.X_OK) and folder.is_dir() and _sweep_here(folder))
     if not runs and not sweeps:
         return "; name a folder that is some configuration's run_dir"
     shown = ", ".join(map(str, (runs or sweeps)[:SHOWN_RUNS])) + (", ..." if len(runs or sweeps) > SHOWN_RUNS else "")
@@ -238,4 +240,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

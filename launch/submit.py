@@ -29,6 +29,7 @@ from launch.snapshot import Submission
 from pdn_train.config import Config, ConfigError, LaunchConfig, load
 from pdn_train.rundir import RunDir, RunDirError
 from pdn_train.signals import REQUEUE, StopRequest
+from pdn_train.telling import quietly
 
 # Set by keys of the launch section, or by submitit itself
 OWN_FLAGS = {"nodes", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "constraint", "job-name", "requeue", "no-requeue"}
@@ -245,4 +246,4 @@ def dry_run(config: Config) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

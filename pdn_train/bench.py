@@ -40,6 +40,7 @@ from pdn_train.metrics import memory_gib
 from pdn_train.mqar import Examples, open_examples
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Moment, Parts
+from pdn_train.telling import quietly
 from pdn_train.train import EXPECTED, build_model, require_kernel
 from pdn_train.world import World, own_rank
 
@@ -280,4 +281,4 @@ def exit_status(act: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -22,6 +22,7 @@ from pdn_train.config import load
 from pdn_train.loop import build_loader
 from pdn_train.profiling import Moment
 from pdn_train.saving import Checkpoints, Published
+from pdn_train.telling import quietly
 from pdn_train.train import require_kernel
 from pdn_train.world import World
 
@@ -117,4 +118,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

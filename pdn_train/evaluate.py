@@ -34,7 +34,7 @@ from pdn_train.metrics import numbers
 from pdn_train.rundir import RunDir
 from pdn_train.shards import ShardError
 from pdn_train.tasks import TASKS, EvaluationError, Options, Subject, check, run_tasks
-from pdn_train.telling import to_stderr
+from pdn_train.telling import quietly, to_stderr
 from pdn_train.weights import DTYPES, UNREADABLE, find, load_model
 
 
@@ -122,4 +122,4 @@ def _options(a: argparse.Namespace) -> Options:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -43,6 +43,7 @@ from pdn_train.checkpoint import VERSION
 from pdn_train.files import sync, sync_contents
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
+from pdn_train.telling import quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 from pdn_train.weights import INDEX, SINGLE, UNREADABLE, VERSION_KEY, Source, WeightsError, find
 
@@ -196,4 +197,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

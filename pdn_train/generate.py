@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pdn_train.model import LanguageModel
+from pdn_train.telling import quietly
 from pdn_train.weights import DTYPES, UNREADABLE, load_model
 
 
@@ -149,4 +150,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from pdn_train.export import add_shard_size, export, max_shard_bytes
+from pdn_train.telling import quietly
 from pdn_train.weights import UNREADABLE, WeightsError, find
 
 
@@ -42,4 +43,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

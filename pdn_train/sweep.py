@@ -37,6 +37,7 @@ from pdn_train.files import write_whole
 from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
 from pdn_train.sweep_file import Run, Sweep, SweepError, load, require_same_settings, value
+from pdn_train.telling import quietly
 
 CANNOT_RUN = 2  # a trainer's exit code for a configuration that cannot run: a wrong key, no GPU
 
@@ -167,6 +168,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         return _act(parser.parse_args(argv))
+    except BrokenPipeError:
+        raise  # that of stdout
     except (SweepError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -225,4 +228,4 @@ def _chosen(run: Run, only: set[str], sweep: Sweep) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -1,12 +1,16 @@
-"""What commands tell on a terminal: numbers with their nouns, and how far a long task is."""
+"""What commands tell on a terminal: numbers with their nouns, how far a long task is, and no traceback where nobody reads on."""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable
 
 EVERY_SECONDS = 10.0
+UNREAD = 128 + signal.SIGPIPE  # the exit code that a shell gives a command which such a pipe has ended
 
 
 def counted(number: int, noun: str) -> str:
@@ -39,3 +43,25 @@ def silent(told: object) -> None:
 
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def quietly(main: Callable[[], int | None]) -> int | None:
+    """A command's exit code; UNREAD where it ended because the reader of its output had left (`| head -1`)."""
+    try:
+        return main()
+    except BrokenPipeError:
+        if not _unread(sys.stdout.fileno()):
+            raise  # another pipe's
+        return UNREAD
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # Python would try once more when it ends, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unread(descriptor: int) -> bool:
+    """Whether this is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.operands import Operands, Preconditioner, State
 from kernels.reference import advance, exact_atk, exact_atq
+from pdn_train.telling import quietly
 
 DRAWS = 4000
 
@@ -184,4 +185,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -46,6 +46,7 @@ from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest, leave
 from pdn_train.stragglers import OwnTime
 from pdn_train.tasks import EvaluationError
+from pdn_train.telling import quietly
 from pdn_train.watchdog import Watchdog
 from pdn_train.weights import WeightsError, find, load_into, load_weights
 from pdn_train.world import Disagreement, World, WorldError, own_rank, own_ranks, require_kernel_cache
@@ -293,4 +294,4 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(stop=STOP) or 0)  # None after --help: `record` takes SystemExit(0) for a return
+    leave(quietly(lambda: main(stop=STOP)) or 0)  # None after --help: `record` takes SystemExit(0) for a return

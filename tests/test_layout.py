@@ -17,7 +17,7 @@ ALLOWED = {
     "kernels": ("kernels",),
     "pdn_train": ("kernels", "pdn_train"),
     "launch": ("kernels", "pdn_train", "launch"),
-    "data_prep": ("data_prep", "pdn_train.shards", "pdn_train.tokenizer", "pdn_train.files"),
+    "data_prep": ("data_prep", "pdn_train.shards", "pdn_train.tokenizer", "pdn_train.files", "pdn_train.telling"),
 }
 
 

@@ -1,0 +1,52 @@
+"""Numbers have their nouns; a command whose output nobody reads on ends without a word."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdn_train.telling import UNREAD, counted
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_one_is_singular():
+    assert [counted(n, "shard") for n in (0, 1, 2, 1000)] == ["0 shards", "1 shard", "2 shards", "1,000 shards"]
+
+
+def unread(*arguments: str) -> tuple[int, str]:
+    """(exit code, stderr) of a Python whose stdout has no reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "act, code",
+    [
+        ("print('x' * 10**6)", UNREAD),  # more than fits in Python's buffer
+        ("print('x', flush=True)", UNREAD),
+        ("print('x') or 3", 3),  # written when the command is over: its code stands
+        ("print('x') or sys.exit(4)", 4),  # as argparse ends --help
+    ],
+)
+def test_no_traceback_without_a_reader(act, code):
+    program = f"import sys; from pdn_train.telling import quietly; sys.exit(quietly(lambda: {act}))"
+    assert unread("-c", program) == (code, "")
+
+
+def test_another_pipe_s_end_is_an_error():
+    program = "import sys, os; from pdn_train.telling import quietly\nr, w = os.pipe(); os.close(r); quietly(lambda: os.write(w, b'x'))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+
+
+def test_a_dry_run_of_a_sweep_can_be_cut_short():
+    """Which takes an OSError for a fault of its files."""
+    assert unread("-m", "pdn_train.sweep", "yaml/sweep_mqar.yaml", "--dry-run") == (UNREAD, "")
