@@ -35,7 +35,7 @@ from data_prep.encode import Encoded, Fault, Rules, encode_in_order
 from data_prep.inputs import DatasetInput, FileInput, InputError, Place, batches, find_inputs
 from pdn_train.files import write_whole
 from pdn_train.shards import MANIFEST, Manifest, ShardError, ShardWriter, TokenizerInfo, longest_document, write_manifest
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 JOURNAL = "prepare.journal"
@@ -230,7 +230,9 @@ def _compare(begun: dict, now: dict, folder: Path) -> None:
         if name != "inputs" and begun.get(name) != now[name]:
             raise PrepareError(f"{folder} was begun with {name} {begun.get(name)}, now it is {now[name]}; {way_out}")
     if len(begun["inputs"]) != len(now["inputs"]):
-        raise PrepareError(f"{folder} was begun with {len(begun['inputs'])} inputs, now there are {len(now['inputs'])}; {way_out}")
+        raise PrepareError(
+            f"{folder} was begun with {counted(len(begun['inputs']), 'input')}, now there are {len(now['inputs'])}; {way_out}"
+        )
     for before, after in zip(begun["inputs"], now["inputs"], strict=True):
         if before != after:
             raise PrepareError(f"{folder} was begun with the input {_describe(before)}, now it is {_describe(after)}; {way_out}")
@@ -319,7 +321,8 @@ class _Run:
         rate = (self.tokens - self.tokens_before) / (time.monotonic() - self.began)
         where = f"input {min(self.place.input + 1, len(self.options.inputs))} of {len(self.options.inputs)}"
         print(
-            f"{where}  {self.documents:,} documents  {self.tokens:,} tokens  {rate:,.0f} tokens/s  {len(self.faults)} bad", file=sys.stderr
+            f"{where}  {counted(self.documents, 'document')}  {self.tokens:,} tokens  {rate:,.0f} tokens/s  {len(self.faults)} bad",
+            file=sys.stderr,
         )
         self.reported = time.monotonic()
 
@@ -328,19 +331,19 @@ class _Run:
         for split, writer in self.writers.items():
             totals = writer.totals
             print(
-                f"{writer.folder}: {totals.documents:,} documents, {totals.tokens:,} tokens, {totals.bytes:,} bytes of text, "
-                f"{totals.tokens / totals.bytes:.4f} tokens per byte, {len(writer.shards)} shards of {writer.dtype} ({split})"
+                f"{writer.folder}: {counted(totals.documents, 'document')}, {totals.tokens:,} tokens, {totals.bytes:,} bytes of text, "
+                f"{totals.tokens / totals.bytes:.4f} tokens per byte, {counted(len(writer.shards), 'shard')} of {writer.dtype} ({split})"
             )
         print(
             f"bad records: {len(self.faults)} of {self.documents + len(self.faults):,}"
             + (f" ({_kinds(self.faults)})" if self.faults else "")
         )
         new = self.tokens - self.tokens_before
-        print(f"encoded {new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s with {self.options.workers} workers")
+        print(f"encoded {new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s with {counted(self.options.workers, 'worker')}")
 
 
 def _nothing_went_to(split: str, documents: int, bad: int, options: Options) -> str:
-    found, again = f"{documents:,} documents, {bad:,} bad records", f"remove {options.output} and give"
+    found, again = f"{counted(documents, 'document')}, {counted(bad, 'bad record')}", f"remove {options.output} and give"
     if not documents:
         return f"the inputs hold no document ({found}); {again} some"
     size = "smaller" if split == "train" else "larger"

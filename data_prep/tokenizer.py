@@ -24,7 +24,7 @@ import sentencepiece
 
 from data_prep.inputs import BadRecord, FileInput, InputError, find_inputs, parse
 from pdn_train.files import write_whole
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
 PIECE = 4000  # characters the trainer gets at once; it skips longer ones
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     text_bytes, tokens = sum(len(text.encode()) for text in texts), sum(len(tokenizer.encode(text)) for text in texts)
     print(
-        f"{tokenizer.file}: {tokenizer.vocab_size} pieces from {len(texts):,} documents, {text_bytes:,} bytes; "
+        f"{tokenizer.file}: {tokenizer.vocab_size} pieces from {counted(len(texts), 'document')}, {text_bytes:,} bytes; "
         f"{tokens / text_bytes:.4f} tokens per byte"
     )
     return 0
@@ -74,7 +74,7 @@ def sample(inputs: list[FileInput], text_field: str, sample_bytes: int) -> list[
             while size > sample_bytes and len(kept) > 1:
                 size -= len(heapq.heappop(kept)[1].encode())
     if bad:
-        print(f"left out {bad} bad records; python -m data_prep.prepare names them", file=sys.stderr)
+        print(f"left out {counted(bad, 'bad record')}; python -m data_prep.prepare names them", file=sys.stderr)
     if not kept:
         raise InputError("the inputs hold no text to train a tokenizer on")
     return [text for _, text in sorted(kept)]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdn_train.shards import MANIFEST, ShardError, Totals, faults, read_manifest, tokenizer_fault, unigram_entropy
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,13 +32,13 @@ def _verify(folder: Path) -> int:
         count += 1
         print(f"fault: {fault}", file=sys.stderr)
     if count:
-        print(f"{folder}: {count} fault{'s' if count > 1 else ''}", file=sys.stderr)
+        print(f"{folder}: {counted(count, 'fault')}", file=sys.stderr)
         return 1
     manifest = read_manifest(folder)
     totals = manifest.totals
     print(
-        f"{folder}: {len(manifest.shards)} shards, {totals.documents:,} documents, {totals.tokens:,} tokens: all as recorded; "
-        f"unigram entropy {unigram_entropy(folder, manifest):.3f} nats a token"
+        f"{folder}: {counted(len(manifest.shards), 'shard')}, {counted(totals.documents, 'document')}, {totals.tokens:,} tokens: "
+        f"all as recorded; unigram entropy {unigram_entropy(folder, manifest):.3f} nats a token"
     )
     return 0
 

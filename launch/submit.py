@@ -29,7 +29,7 @@ from launch.snapshot import Submission
 from pdn_train.config import Config, ConfigError, LaunchConfig, load
 from pdn_train.rundir import RunDir, RunDirError
 from pdn_train.signals import REQUEUE, StopRequest
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 
 # Set by keys of the launch section, or by submitit itself
 OWN_FLAGS = {"nodes", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "constraint", "job-name", "requeue", "no-requeue"}
@@ -238,7 +238,7 @@ def sbatch_flags(launch: LaunchConfig) -> dict[str, str | bool]:
 
 def dry_run(config: Config) -> str:
     launch = config.launch
-    where = f"# {config.run_dir}: {launch.ranks} ranks, {launch.nodes} node(s), cluster {launch.cluster}"
+    where = f"# {config.run_dir}: {counted(launch.ranks, 'rank')}, {counted(launch.nodes, 'node')}, cluster {launch.cluster}"
     submission = Submission((RunDir(Path(config.run_dir)).submissions / "NNNN").absolute())
     if launch.cluster != "slurm":
         return where

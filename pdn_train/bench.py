@@ -40,7 +40,7 @@ from pdn_train.metrics import memory_gib
 from pdn_train.mqar import Examples, open_examples
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Moment, Parts
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 from pdn_train.train import EXPECTED, build_model, require_kernel
 from pdn_train.world import World, own_rank
 
@@ -178,7 +178,7 @@ def describe(config: Config, world: World, source: str) -> str:
     options = f"ZeRO-{config.parallel.zero}, {train.precision}, kernel {model.kernel}, checkpointing {train.activation_checkpoint}"
     return (
         f"{model.recurrence}, {estimate.parameters(model) / 1e6:.1f}M parameters; {train.micro_batch} x {config.data.seq_len} tokens x "
-        f"{config.accumulation(world.size)} micro-batches a rank, {source}\n{world.size} x {device}, {options}; "
+        f"{counted(config.accumulation(world.size), 'micro-batch', 'micro-batches')} a rank, {source}\n{world.size} x {device}, {options}; "
         f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     )
 

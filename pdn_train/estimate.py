@@ -208,7 +208,9 @@ def reading(config: Config) -> list[str]:
     """The data of a run, a line a folder: its tokens and the epochs that the run makes of them, or why this machine cannot read it."""
     data, samples = config.data, config.train.steps * config.train.global_batch
     if data.mqar_pairs:
-        return [f"{data.mqar_examples:,} examples of {data.mqar_pairs} pairs, {samples / data.mqar_examples:.3g} epochs"]
+        return [
+            f"{counted(data.mqar_examples, 'example')} of {counted(data.mqar_pairs, 'pair')}, {samples / data.mqar_examples:.3g} epochs"
+        ]
     weights = data.path if isinstance(data.path, dict) else {data.path: 1.0}
     lines = [_folder(folder, data.seq_len, samples * weight / sum(weights.values())) for folder, weight in weights.items()]
     return lines + ([_folder(data.val_path, data.seq_len)] if data.val_path else [])
@@ -249,15 +251,17 @@ def report(config: Config, world_size: int) -> str:
     memory = memory_per_gpu(config, world_size)
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size)
     sequence = f", {config.parallel.sequence} ranks a sequence" if config.parallel.sequence > 1 else ""
-    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads x {model.head_dim}, MLP {model.mlp_size}"
+    layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "head")
+    shape = f"{layers}, hidden {model.hidden_size}, {heads} x {model.head_dim}, MLP {model.mlp_size}"
     return "\n".join(
         [
             f"model     {model.recurrence}: {shape}, vocabulary {model.vocab_size}",
             f"          {parameters(model):,} parameters ({parameters(model) / 1e6:.1f}M)",
             f"FLOPs     {flops / 1e9:.3f} G a token, forward and backward; the recurrence is {share:.1%} of them",
-            f"batch     {train.micro_batch} sequences x {accumulation} micro-batches x {ranks} data-parallel ranks = {train.global_batch} "
-            f"sequences x {length} tokens = {step:,} tokens a step{sequence}",
-            f"run       {train.steps:,} steps = {train.steps * step / 1e9:.3f}B tokens = {train.steps * step * flops:.3g} FLOP",
+            f"batch     {counted(train.micro_batch, 'sequence')} x {counted(accumulation, 'micro-batch', 'micro-batches')} x "
+            f"{counted(ranks, 'data-parallel rank')} = {counted(train.global_batch, 'sequence')} x {length} tokens = {step:,} tokens a step"
+            f"{sequence}",
+            f"run       {counted(train.steps, 'step')} = {train.steps * step / 1e9:.3f}B tokens = {train.steps * step * flops:.3g} FLOP",
             "data      " + "\n          ".join(reading(config)),
             f"memory    about {sum(memory.values()) / 1e9:.1f} GB ({sum(memory.values()) / 2**30:.1f} GiB) a GPU of {world_size}, "
             f"ZeRO-{config.parallel.zero}, {train.precision}, kernel {model.kernel}, checkpointing {train.activation_checkpoint}",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pdn_train.model import LanguageModel
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 from pdn_train.weights import DTYPES, UNREADABLE, load_model
 
 
@@ -124,8 +124,8 @@ def run(a: argparse.Namespace) -> None:
         print(tokenizer.decode([*prompt, *text]))
     read, later = sum(map(len, prompts)), sum(max(0, len(text) - 1) for text in texts)
     print(
-        f"{len(prompts)} prompts, {read} tokens read in {reading:.2f} s: {read / reading:.1f} tokens/s; "
-        f"{later} tokens more in {writing:.2f} s: {later / max(writing, 1e-9):.1f} tokens/s",
+        f"{counted(len(prompts), 'prompt')}, {counted(read, 'token')} read in {reading:.2f} s: {read / reading:.1f} tokens/s; "
+        f"{counted(later, 'token')} more in {writing:.2f} s: {later / max(writing, 1e-9):.1f} tokens/s",
         file=sys.stderr,
     )
 

@@ -15,6 +15,7 @@ from pdn_train.checkpoint import CheckpointError, Saved, damage, folders, read_s
 from pdn_train.config import Config, default
 from pdn_train.publication import finish_publications
 from pdn_train.rng import restore_rng, rng_file
+from pdn_train.telling import counted
 from pdn_train.world import World
 
 SHAPES = tuple(
@@ -116,7 +117,7 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
 def _layout(world: dict, flat: bool) -> str:
     """Who wrote or reads ZeRO files, in words."""
     optimizer = " (the optimizer of pdn_train/flat_zero.py)" if flat else ""
-    return f"{world['size']} ranks, {world.get('sequence', 1)} a sequence, at ZeRO-{world['zero']}{optimizer}"
+    return f"{counted(world['size'], 'rank')}, {world.get('sequence', 1)} a sequence, at ZeRO-{world['zero']}{optimizer}"
 
 
 def _get(tree: dict, key: str) -> object:

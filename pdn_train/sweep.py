@@ -37,7 +37,7 @@ from pdn_train.files import write_whole
 from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
 from pdn_train.sweep_file import Run, Sweep, SweepError, load, require_same_settings, value
-from pdn_train.telling import quietly
+from pdn_train.telling import counted, quietly
 
 CANNOT_RUN = 2  # a trainer's exit code for a configuration that cannot run: a wrong key, no GPU
 
@@ -129,9 +129,8 @@ class Runner:
 
 def plan(sweep: Sweep, runs: list[Run], done: list[Run]) -> str:
     """What `--dry-run` prints of the runs: a line each, in the order in which they would start."""
-    lines = [
-        f"{len(runs) - len(done)} of {len(runs)} runs to do, each `python -m pdn_train.train {sweep.base}` with what follows its folder"
-    ]
+    to_do = f"{len(runs) - len(done)} of {counted(len(runs), 'run')} to do"
+    lines = [f"{to_do}, each `python -m pdn_train.train {sweep.base}` with what follows its folder"]
     for run in runs:
         lines.append(f"{'done' if run in done else 'to do'}  seed {run.seed}  {run.folder}  {shlex.join(run.overrides)}")
     return "\n".join(lines)
@@ -194,7 +193,7 @@ def _act(a: argparse.Namespace) -> int:
     if not a.summary:
         done = [r for r in runs if value(sweep, r) is not None]
         wanted = [r for r in runs if _chosen(r, only, sweep) and r not in done]
-        print(f"{len(wanted)} of {len(runs)} runs to do", flush=True)
+        print(f"{len(wanted)} of {counted(len(runs), 'run')} to do", flush=True)
         runner = Runner(sweep, a.gpus, time.monotonic() + 60 * a.minutes, a.discard_checkpoints, len(done))
         with handled(runner.stop):
             failed = runner.run(wanted, a.jobs)

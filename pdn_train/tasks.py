@@ -20,7 +20,7 @@ from pdn_train.model import LanguageModel
 from pdn_train.mqar import MqarError
 from pdn_train.niah import NiahError
 from pdn_train.shards import Shards
-from pdn_train.telling import Tally, silent
+from pdn_train.telling import Tally, counted, silent
 from pdn_train.tokenizer import Tokenizer
 
 PAIRS = 64  # of mqar, where neither the run nor the command names a number
@@ -92,7 +92,7 @@ def perplexity(subject: Subject, options: Options) -> dict:
     _check_tokenizer(subject.tokenizer, samples, folder)
     count = len(samples) if options.samples is None else options.samples
     if count > len(samples):
-        raise EvaluationError(f"--samples {count}: {folder} holds {len(samples)} samples of {samples.seq_len} tokens")
+        raise EvaluationError(f"--samples {count}: {folder} holds {counted(len(samples), 'sample')} of {samples.seq_len} tokens")
     tally = Tally("ppl", count, "sample", f"of {samples.seq_len} tokens of {folder}", options.tell)
     batches = _batches(samples, count, options.micro_batch, settings["reset_at_documents"], tally)
     loss, targets = evaluate_loss(subject.model, batches, options.device)

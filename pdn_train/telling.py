@@ -13,9 +13,9 @@ EVERY_SECONDS = 10.0
 UNREAD = 128 + signal.SIGPIPE  # the exit code that a shell gives a command which such a pipe has ended
 
 
-def counted(number: int, noun: str) -> str:
-    """1 shard, 2 shards, 1,000 shards. noun: in the singular, of those that take an s."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """1 shard, 2 shards, 1,000 shards. plural: None where it only takes an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 class Tally:

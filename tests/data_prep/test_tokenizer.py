@@ -50,5 +50,5 @@ def test_faults_are_errors_with_a_way_out(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'gone.txt'} does not exist: name a file that ends in .jsonl, ")
     (tmp_path / "b.jsonl").write_text("broken\n")
     assert training.main([str(tmp_path / "b.jsonl"), "--vocab-size", "300", "--output", str(tmp_path / "t.model")]) == 1
-    assert "left out 1 bad records" in (err := capsys.readouterr().err) and "hold no text" in err
+    assert "left out 1 bad record;" in (err := capsys.readouterr().err) and "hold no text" in err
     assert not (tmp_path / "t.model").exists()

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_one_is_singular():
     assert [counted(n, "shard") for n in (0, 1, 2, 1000)] == ["0 shards", "1 shard", "2 shards", "1,000 shards"]
+    assert [counted(n, "micro-batch", "micro-batches") for n in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
 
 
 def unread(*arguments: str) -> tuple[int, str]:
