@@ -14,6 +14,13 @@ the pairs i >= t > j, level by level: a level's span is F_i F_j, F_i holds the g
     T_q = F (D2 (F w)) ;  T_k = F (D1 (F w)) ;  T_w = F (D1^T (F khat) + D2^T (F qhat))            at the pairs of the level
     dg_t += sum of [T_q qhat + T_k khat + T_w w]_i over the rows i whose factor holds g_t
 
+Where a block's gates are mild (`kernels.levels`), its pairs take one level of factors. Those across its middle give dg as above; those
+inside a half of 8 rows, the other sum being over the pairs j >= t too, on both sides of the difference,
+
+    dg_t += sum over rows i >= t of the half of [T_q qhat + T_k khat]_i - sum over rows j >= t of the half of [T_w w]_j
+
+whose few terms cost what one rounding of theirs does.
+
 Pairs of different blocks of 16 rows take products of whole tiles whose other rows are zero; pairs of one block take products of [16, 16] by
 [16, BLOCK], a warp for each block.
 
@@ -45,12 +52,16 @@ from kernels.levels import (
     halves,
     levels,
     load_decay,
+    load_level,
     load_near,
     load_near_decay,
     load_sums,
+    mild,
     near_crossing,
     near_decays,
-    only_rows,
+    near_exponents,
+    near_factors,
+    near_pairs,
     sums,
     whole_chunk,
 )
@@ -71,10 +82,19 @@ def _load_own(e, token, count, H, head, C: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _near_gathered(grad_g, summed, half, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """grad_g plus, at t, the sum of summed over the rows of its block whose factor holds gate t."""
-    holds = each_block(tl.where(halves(half, NEAR, TURNED=True), 1.0, 0.0).to(DOT), C)
-    return tl.dot(holds, summed.to(DOT), grad_g, input_precision=PRECISION)
+def _near_gathered(grad_g, summed, rows, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """grad_g plus, at t, the sum of summed over the rows of its block that rows [16, 16] has, true at (t, row)."""
+    return tl.dot(each_block(tl.where(rows, 1.0, 0.0).to(DOT), C), summed.to(DOT), grad_g, input_precision=PRECISION)
+
+
+@triton.jit
+def _half_block(FROM: tl.constexpr):
+    """[16, 16], true at (t, i) in one half of a block, of 8 rows: FROM: i >= t, else i < t."""
+    t, i = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    same = (t ^ i) < NEAR // 2
+    if FROM:
+        return same & (i >= t)
+    return same & (i < t)
 
 
 @triton.jit
@@ -94,14 +114,28 @@ def _near_read(
         r = tl.arange(0, NEAR)
         own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E.to(tl.float32), 0.0), 2)
         grad += own[:, :, None] * W.to(tl.float32)  # nothing decays
-    for number in tl.range(0, 4, num_stages=1):
-        half = 1 << number
-        F = near_decays(g, half, C, PRECISION)
-        faded = (F * W.to(tl.float32)).to(W.dtype)
-        flow = F * tl.dot(tl.where(near_crossing(half, False), E, 0.0), faded, input_precision=PRECISION)
+    exponents = near_exponents(g, C, PRECISION)
+    if mild(exponents, W.dtype):
+        reads, writes = near_factors(exponents)
+        flow = reads * tl.dot(tl.where(near_pairs(), E, 0.0), (writes * W.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
         grad += flow
-        grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), half, C, DOT, PRECISION)
+        grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), _half_block(FROM=True), C, DOT, PRECISION)
+    else:
+        for number in tl.range(0, 4, num_stages=1):
+            half = 1 << number
+            F = near_decays(g, half, C, PRECISION)
+            faded = (F * W.to(tl.float32)).to(W.dtype)
+            flow = F * tl.dot(tl.where(near_crossing(half), E, 0.0), faded, input_precision=PRECISION)
+            grad += flow
+            grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), halves(half, NEAR, TURNED=True), C, DOT, PRECISION)
     return tl.reshape(grad, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
+
+
+@triton.jit
+def _turned_flow(E1, E2, pairs, read_key, read_query, PRECISION: tl.constexpr):
+    """[C / 16, 16, BLOCK]: what the reading rows give the written ones at these pairs, (j, i) of E1 and E2."""
+    flow = tl.dot(tl.where(pairs, E1, 0.0), read_key, input_precision=PRECISION)
+    return tl.dot(tl.where(pairs, E2, 0.0), read_query, flow, input_precision=PRECISION)
 
 
 @triton.jit
@@ -122,14 +156,25 @@ def _near_writes(
     own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E2.to(tl.float32), 0.0), 2)
     grad_w = own[:, :, None] * Q.to(tl.float32)
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
-    for number in tl.range(0, 4, num_stages=1):
-        half = 1 << number
-        F = near_decays(g, half, C, PRECISION)
-        level = near_crossing(half, True)
-        flow = tl.dot(tl.where(level, E1, 0.0), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
-        flow = F * tl.dot(tl.where(level, E2, 0.0), (F * Q.to(tl.float32)).to(W.dtype), flow, input_precision=PRECISION)
+    exponents = near_exponents(g, C, PRECISION)
+    if mild(exponents, W.dtype):
+        reads, writes = near_factors(exponents)
+        read_key, read_query = (reads * Key.to(tl.float32)).to(W.dtype), (reads * Q.to(tl.float32)).to(W.dtype)
+        crossing = near_crossing(NEAR // 2, True)
+        flow = writes * _turned_flow(E1, E2, crossing, read_key, read_query, PRECISION)
         grad_w += flow
-        grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), half, C, DOT, PRECISION)
+        grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), _half_block(FROM=False), C, DOT, PRECISION)
+        flow = writes * _turned_flow(E1, E2, near_pairs(True) & (crossing == 0), read_key, read_query, PRECISION)
+        grad_w += flow
+        grad_g = _near_gathered(grad_g, -flow * W.to(tl.float32), _half_block(FROM=True), C, DOT, PRECISION)
+    else:
+        for number in tl.range(0, 4, num_stages=1):
+            half = 1 << number
+            F = near_decays(g, half, C, PRECISION)
+            read_key, read_query = (F * Key.to(tl.float32)).to(W.dtype), (F * Q.to(tl.float32)).to(W.dtype)
+            flow = F * _turned_flow(E1, E2, near_crossing(half, True), read_key, read_query, PRECISION)
+            grad_w += flow
+            grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), halves(half, NEAR, TURNED=True), C, DOT, PRECISION)
     return tl.reshape(grad_w, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
 
 
@@ -145,14 +190,9 @@ def _far_read(
     C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_read` made for one reader X, a query or a key."""
-    half = 1 << number
     F = far_decays(g, table, number, C, PRECISION)
-    E = load_tile(e, token, count, H * C, head, 0, C, C, C)
-    flow = tl.zeros((C, BLOCK), tl.float32)
-    for start in tl.range(0, C, 2 * half, num_stages=1):
-        lower = only_rows(F * W.to(tl.float32), start, start + half, C).to(W.dtype)
-        flow += only_rows(tl.dot(E, lower, input_precision=PRECISION), start + half, start + 2 * half, C)
-    flow *= F
+    E = load_level(e, token, count, H, head, number, C)
+    flow = F * tl.dot(E, (F * W.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
     return grad + flow, _gathered(grad_g, flow * X.to(tl.float32), turned, number, C, DOT, PRECISION)
 
 
@@ -162,16 +202,10 @@ def _far_write(
     C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_writes` made."""
-    half = 1 << number
     F = far_decays(g, table, number, C, PRECISION)
-    E1, E2 = load_tile(e1, token, count, H * C, head, 0, C, C, C), load_tile(e2, token, count, H * C, head, 0, C, C, C)
-    flow = tl.zeros((C, BLOCK), tl.float32)
-    for start in tl.range(0, C, 2 * half, num_stages=1):
-        upper = only_rows(F * Key.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
-        near = tl.dot(tl.trans(E1), upper, input_precision=PRECISION)
-        upper = only_rows(F * Q.to(tl.float32), start + half, start + 2 * half, C).to(W.dtype)
-        flow += only_rows(tl.dot(tl.trans(E2), upper, near, input_precision=PRECISION), start, start + half, C)
-    flow *= F
+    near = tl.dot(tl.trans(load_level(e1, token, count, H, head, number, C)), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
+    E2 = load_level(e2, token, count, H, head, number, C)
+    flow = F * tl.dot(tl.trans(E2), (F * Q.to(tl.float32)).to(W.dtype), near, input_precision=PRECISION)
     return grad_w + flow, _gathered(grad_g, flow * W.to(tl.float32), turned, number, C, DOT, PRECISION)
 
 

@@ -18,6 +18,13 @@ gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gate
 
 Levels inside blocks of 16 rows (`near_decays`) take products that a warp makes of its own block, with masks of [16, 16]; the others
 (`far_decays`) take products of whole tiles, one for each block of 2 half rows, in which all other rows are zero (`only_rows`).
+
+Where the gates of each block are mild, as nearly all are, its four levels become one: with m the block's middle, 8 rows on each side,
+
+    exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
+
+for every pair i > j of the block. One of the two factors may be above 1; `mild` says whether all stay below 2^64 (2^4 where inputs are fp16),
+and then the product of two rounded factors is as exact as with levels.
 """
 
 from __future__ import annotations
@@ -30,6 +37,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.tiles import LOG2E, load_tile
+
+NEAR = tl.constexpr(16)  # rows of a block whose own pairs are made apart: warps work on blocks alone, with masks of [16, 16] only
 
 
 @triton.constexpr_function
@@ -88,9 +97,6 @@ def load_sums(table, number, C: tl.constexpr):
     return tl.load(table + number * (C * C) + i * C + t)
 
 
-NEAR = tl.constexpr(16)  # rows of a block whose own pairs are made apart: warps work on blocks alone, with masks of [16, 16] only
-
-
 @triton.jit
 def load_near(x, token, count, stride, head, first, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
     """[C / 16, 16, BD]: `load_tile` by blocks of rows."""
@@ -130,9 +136,54 @@ def near_crossing(half, TURNED: tl.constexpr = False):
 
 
 @triton.jit
+def near_exponents(g, C: tl.constexpr, PRECISION: tl.constexpr):
+    """[C / 16, 16, BD] fp32, <= 0: log2 of the decay between each row and the middle of its block, rows 7 and 8."""
+    return tl.dot(each_block(tl.where(halves(8, NEAR), 1.0, 0.0).to(g.dtype), C), g, input_precision=PRECISION)
+
+
+@triton.jit
+def mild(exponents, DTYPE: tl.constexpr):
+    """Whether `near_factors` of these exponents keep inputs of DTYPE in its range."""
+    reach: tl.constexpr = -4.0 if DTYPE == tl.float16 else -64.0
+    return tl.min(exponents) >= reach
+
+
+@triton.jit
+def near_factors(exponents):
+    """exp(G_i - G_m) of the reading rows i and exp(G_m - G_j) of the written rows j, as `exponents`, with m the middle of the block."""
+    upper = (tl.arange(0, NEAR) >= NEAR // 2)[None, :, None]
+    relative = tl.where(upper, exponents, -exponents)
+    return tl.exp2(relative), tl.exp2(-relative)
+
+
+@triton.jit
+def near_pairs(TURNED: tl.constexpr = False):
+    """[1, 16, 16], true at the pairs (i, j) of a block, i > j; TURNED: at (j, i)."""
+    i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    if TURNED:
+        return (i < j)[None, :, :]
+    return (i > j)[None, :, :]
+
+
+@triton.jit
 def far_decays(g, table, number, C: tl.constexpr, PRECISION: tl.constexpr):
     """exp of the sums [C, BD] that `number` names in `sums`, fp32: F of a level, or of the chunk from its start or to its end."""
     return tl.exp2(tl.dot(load_sums(table, number, C), g, input_precision=PRECISION))
+
+
+@triton.jit
+def far_pairs(number, C: tl.constexpr):
+    """[C, C], true at the pairs (i, j) of a level of whole blocks, i > j."""
+    block = tl.arange(0, C) // NEAR >> number - 4  # this way round the compiler sees that neighbours share a block, and loads 16 bytes
+    i, j = block[:, None], block[None, :]
+    return (i == j + 1) & ((i & 1) == 1)
+
+
+@triton.jit
+def load_level(e, token, count, H, head, number, C: tl.constexpr):
+    """[C, C]: the pairs of a level of whole blocks in e [N, H, C], zero elsewhere."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.load(e + (token + i).to(tl.int64) * (H * C) + head * C + j, mask=far_pairs(number, C) & (i < count), other=0.0)
 
 
 @triton.jit

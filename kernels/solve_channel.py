@@ -25,13 +25,17 @@ from kernels.layout import Inputs, Layout, Solved
 from kernels.levels import (
     NEAR,
     far_decays,
+    far_pairs,
     levels,
     load_decay,
     load_near,
     load_near_decay,
+    mild,
     near_crossing,
     near_decays,
-    only_rows,
+    near_exponents,
+    near_factors,
+    near_pairs,
     sums,
     whole_chunk,
 )
@@ -88,6 +92,15 @@ def _decayed_keys(
 
 
 @triton.jit
+def _near_level(kw, qw, key, query, write, reads, writes, pairs, PRECISION: tl.constexpr):
+    """kw and qw plus the products at these pairs of reading rows that decay by reads and written rows that decay by writes."""
+    faded = tl.trans((writes * write.to(tl.float32)).to(write.dtype), 0, 2, 1)
+    kw += tl.where(pairs, tl.dot((reads * key.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+    qw += tl.where(pairs, tl.dot((reads * query.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+    return kw, qw
+
+
+@triton.jit
 def _near(
     q, k, w, decay, token, count, head, H, q_stride, k_stride, decay_stride,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
@@ -104,12 +117,14 @@ def _near(
             write = load_near(w, token, count, H * K, head, first, K, BD, C)
         g = load_near_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
         own += tl.sum(query.to(tl.float32) * write.to(tl.float32), 2)
-        for number in tl.range(0, 4, num_stages=1):
-            half = 1 << number
-            F, pairs = near_decays(g, half, C, PRECISION), near_crossing(half)
-            faded = tl.trans((F * write.to(tl.float32)).to(write.dtype), 0, 2, 1)
-            kw += tl.where(pairs, tl.dot((F * key.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
-            qw += tl.where(pairs, tl.dot((F * query.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+        exponents = near_exponents(g, C, PRECISION)
+        if mild(exponents, key.dtype):
+            reads, writes = near_factors(exponents)
+            kw, qw = _near_level(kw, qw, key, query, write, reads, writes, near_pairs(), PRECISION)
+        else:
+            for number in tl.range(0, 4, num_stages=1):
+                F = near_decays(g, 1 << number, C, PRECISION)
+                kw, qw = _near_level(kw, qw, key, query, write, F, F, near_crossing(1 << number), PRECISION)
     return kw, qw + tl.where((r == s)[None, :, :], own[:, :, None], 0.0)
 
 
@@ -127,12 +142,8 @@ def _far(
         g = load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
         for number in tl.static_range(4, levels(C)):
             F = far_decays(g, table, number, C, PRECISION)
-            for start in tl.static_range(0, C, 2 << number):
-                middle, stop = start + (1 << number), start + (2 << number)
-                # upper first: its change of layout must not come between the store of lower and the product's fence (`kernels.levels.sums`)
-                upper = only_rows(F * read.to(tl.float32), middle, stop, C).to(write.dtype)
-                lower = only_rows(F * write.to(tl.float32), start, middle, C).to(write.dtype)
-                made = tl.dot(upper, tl.trans(lower), made, input_precision=PRECISION)
+            upper, lower = (F * read.to(tl.float32)).to(write.dtype), (F * write.to(tl.float32)).to(write.dtype)
+            made += tl.where(far_pairs(number, C), tl.dot(upper, tl.trans(lower), input_precision=PRECISION), 0.0)
     return made
 
 
