@@ -14,14 +14,14 @@ the pairs i >= t > j, level by level: a level's span is F_i F_j, F_i holds the g
     T_q = F (D2 (F w)) ;  T_k = F (D1 (F w)) ;  T_w = F (D1^T (F khat) + D2^T (F qhat))            at the pairs of the level
     dg_t += sum of [T_q qhat + T_k khat + T_w w]_i over the rows i whose factor holds g_t
 
-Where a block's gates are mild (`kernels.levels`), its pairs take one level of factors. Those across its middle give dg as above; those
-inside a half of 8 rows, the other sum being over the pairs j >= t too, on both sides of the difference,
+Where gates are mild (`kernels.levels`) all pairs of a block of 16 rows take one level of factors. Those across its middle give dg as above;
+for those inside a half of 8 rows the sum holds on both sides the pairs i > j >= t too, which cancel:
 
     dg_t += sum over rows i >= t of the half of [T_q qhat + T_k khat]_i - sum over rows j >= t of the half of [T_w w]_j
 
-whose few terms cost what one rounding of theirs does.
+So few terms cancel that it costs no more than the roundings there are anyway.
 
-Pairs of different blocks of 16 rows take products of whole tiles whose other rows are zero; pairs of one block take products of [16, 16] by
+Pairs of different blocks take products of whole tiles, zero outside the level's pairs; pairs of one block take products of [16, 16] by
 [16, BLOCK], a warp for each block.
 
 Three launches, one program a chunk, head and block of key channels each: `_reads` for the query and for the key, `_writes` completes dk and
@@ -71,14 +71,18 @@ from kernels.tuned import setting
 
 
 @triton.jit
-def _load_own(e, token, count, H, head, C: tl.constexpr, TURNED: tl.constexpr):
-    """[C / 16, 16, 16]: the diagonal blocks of e [N, H, C], row then column; TURNED: column then row."""
+def _load_blocks(e, token, count, H, head, C: tl.constexpr):
+    """[C / 16, 16, 16]: the diagonal blocks of e [N, H, C]."""
     b, r, s = tl.arange(0, C // NEAR)[:, None, None], tl.arange(0, NEAR)[None, :, None], tl.arange(0, NEAR)[None, None, :]
-    if TURNED:
-        at, inside = e + (token + b * NEAR + s).to(tl.int64) * (H * C) + head * C + b * NEAR + r, b * NEAR + s < count
-    else:
-        at, inside = e + (token + b * NEAR + r).to(tl.int64) * (H * C) + head * C + b * NEAR + s, b * NEAR + r < count
-    return tl.load(at, mask=inside, other=0.0)
+    i = b * NEAR + r
+    return tl.load(e + (token + i).to(tl.int64) * (H * C) + head * C + b * NEAR + s, mask=i < count, other=0.0)
+
+
+@triton.jit
+def _load_own(own, token, count, H, head, C: tl.constexpr):
+    """[C]: what a row reads of itself, where nothing decays."""
+    i = tl.arange(0, C)
+    return tl.load(own + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0)
 
 
 @triton.jit
@@ -100,25 +104,20 @@ def _half_block(FROM: tl.constexpr):
 @triton.jit
 def _near_read(
     x, w, decay, e, token, count, H, head, first, x_stride, w_stride, decay_stride,
-    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
-    GATE: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each block of 16 rows, for one reader x: their parts of r dxhat and dg, [C, BLOCK] each. OWN: a row reads itself."""
+    """The pairs i > j of each block of 16 rows, for one reader x: their parts of r dxhat and dg, [C, BLOCK] each."""
     X = load_near(x, token, count, x_stride, head, first, K, BLOCK, C)
     W = load_near(w, token, count, w_stride, head, first, K, BLOCK, C)
     g = load_near_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
-    E = _load_own(e, token, count, H, head, C, False)
+    E = _load_blocks(e, token, count, H, head, C)
     grad = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
-    if OWN:
-        r = tl.arange(0, NEAR)
-        own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E.to(tl.float32), 0.0), 2)
-        grad += own[:, :, None] * W.to(tl.float32)  # nothing decays
     exponents = near_exponents(g, C, PRECISION)
     if mild(exponents, W.dtype):
         reads, writes = near_factors(exponents)
         flow = reads * tl.dot(tl.where(near_pairs(), E, 0.0), (writes * W.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
-        grad += flow
+        grad = flow
         grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), _half_block(FROM=True), C, DOT, PRECISION)
     else:
         for number in tl.range(0, 4, num_stages=1):
@@ -133,9 +132,9 @@ def _near_read(
 
 @triton.jit
 def _turned_flow(E1, E2, pairs, read_key, read_query, PRECISION: tl.constexpr):
-    """[C / 16, 16, BLOCK]: what the reading rows give the written ones at these pairs, (j, i) of E1 and E2."""
-    flow = tl.dot(tl.where(pairs, E1, 0.0), read_key, input_precision=PRECISION)
-    return tl.dot(tl.where(pairs, E2, 0.0), read_query, flow, input_precision=PRECISION)
+    """[C / 16, 16, BLOCK]: what the reading rows give the written ones at these pairs."""
+    flow = tl.dot(tl.trans(tl.where(pairs, E1, 0.0), 0, 2, 1), read_key, input_precision=PRECISION)
+    return tl.dot(tl.trans(tl.where(pairs, E2, 0.0), 0, 2, 1), read_query, flow, input_precision=PRECISION)
 
 
 @triton.jit
@@ -144,27 +143,25 @@ def _near_writes(
     K: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each block of 16 rows: their parts of dw (or r dkhat) and dg, [C, BLOCK] each."""
+    """The pairs i > j of each block of 16 rows: their parts of dw (or r dkhat) and dg, [C, BLOCK] each."""
     Q = load_near(q, token, count, q_stride, head, first, K, BLOCK, C)
     Key = load_near(k, token, count, k_stride, head, first, K, BLOCK, C)
     W = Key
     if PRECONDITION:
         W = load_near(w, token, count, H * K, head, first, K, BLOCK, C)
     g = load_near_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
-    E1, E2 = _load_own(e1, token, count, H, head, C, True), _load_own(e2, token, count, H, head, C, True)
-    r = tl.arange(0, NEAR)
-    own = tl.sum(tl.where((r[:, None] == r[None, :])[None, :, :], E2.to(tl.float32), 0.0), 2)
-    grad_w = own[:, :, None] * Q.to(tl.float32)
+    E1, E2 = _load_blocks(e1, token, count, H, head, C), _load_blocks(e2, token, count, H, head, C)
+    grad_w = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     exponents = near_exponents(g, C, PRECISION)
     if mild(exponents, W.dtype):
         reads, writes = near_factors(exponents)
         read_key, read_query = (reads * Key.to(tl.float32)).to(W.dtype), (reads * Q.to(tl.float32)).to(W.dtype)
-        crossing = near_crossing(NEAR // 2, True)
+        crossing = near_crossing(NEAR // 2)
         flow = writes * _turned_flow(E1, E2, crossing, read_key, read_query, PRECISION)
-        grad_w += flow
+        grad_w = flow
         grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), _half_block(FROM=False), C, DOT, PRECISION)
-        flow = writes * _turned_flow(E1, E2, near_pairs(True) & (crossing == 0), read_key, read_query, PRECISION)
+        flow = writes * _turned_flow(E1, E2, near_pairs() & (crossing == 0), read_key, read_query, PRECISION)
         grad_w += flow
         grad_g = _near_gathered(grad_g, -flow * W.to(tl.float32), _half_block(FROM=True), C, DOT, PRECISION)
     else:
@@ -172,7 +169,7 @@ def _near_writes(
             half = 1 << number
             F = near_decays(g, half, C, PRECISION)
             read_key, read_query = (F * Key.to(tl.float32)).to(W.dtype), (F * Q.to(tl.float32)).to(W.dtype)
-            flow = F * _turned_flow(E1, E2, near_crossing(half, True), read_key, read_query, PRECISION)
+            flow = F * _turned_flow(E1, E2, near_crossing(half), read_key, read_query, PRECISION)
             grad_w += flow
             grad_g = _near_gathered(grad_g, flow * W.to(tl.float32), halves(half, NEAR, TURNED=True), C, DOT, PRECISION)
     return tl.reshape(grad_w, [C, BLOCK]), tl.reshape(grad_g, [C, BLOCK])
@@ -203,9 +200,9 @@ def _far_write(
 ):  # fmt: skip
     """Adds the pairs of a level of whole blocks to what `_near_writes` made."""
     F = far_decays(g, table, number, C, PRECISION)
-    near = tl.dot(tl.trans(load_level(e1, token, count, H, head, number, C)), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
-    E2 = load_level(e2, token, count, H, head, number, C)
-    flow = F * tl.dot(tl.trans(E2), (F * Q.to(tl.float32)).to(W.dtype), near, input_precision=PRECISION)
+    E1, E2 = load_level(e1, token, count, H, head, number, C), load_level(e2, token, count, H, head, number, C)
+    flow = tl.dot(tl.trans(E1), (F * Key.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
+    flow = F * tl.dot(tl.trans(E2), (F * Q.to(tl.float32)).to(W.dtype), flow, input_precision=PRECISION)
     return grad_w + flow, _gathered(grad_g, flow * W.to(tl.float32), turned, number, C, DOT, PRECISION)
 
 
@@ -218,7 +215,7 @@ def _place(chunks, H, blocks: tl.constexpr):
 
 @triton.jit
 def _reads(
-    x, w, decay, rows, whole, h, dh, d, e, along, table, turned,  # inputs
+    x, w, decay, rows, whole, h, dh, d, e, own, along, table, turned,  # inputs
     dx, dg,  # outputs
     chunks, H, x_stride, w_stride, decay_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, QUERY: tl.constexpr,
@@ -229,12 +226,16 @@ def _reads(
     chunk, head, block = _place(chunks, H, (K + BLOCK - 1) // BLOCK)
     at, first = (chunk * H + head).to(tl.int64), block * BLOCK
     token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    if QUERY:
+        states = kept(h, dh, chunk, H, head, first, K, V, BV, BLOCK)
     grad, grad_g = _near_read(
-        x, w, decay, e, token, count, H, head, first, x_stride, w_stride, decay_stride, K, BLOCK, C, QUERY, PRECISION, DOT, GATE
+        x, w, decay, e, token, count, H, head, first, x_stride, w_stride, decay_stride, K, BLOCK, C, PRECISION, DOT, GATE
     )
     X = load_tile(x, token, count, x_stride, head, first, K, BLOCK, C)
     W = load_tile(w, token, count, w_stride, head, first, K, BLOCK, C)
     g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    if QUERY:
+        grad += _load_own(own, token, count, H, head, C)[:, None] * W.to(tl.float32)
     for number in tl.range(4, levels(C), num_stages=1):
         grad, grad_g = _far_read(grad, grad_g, X, W, g, e, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT)
     if QUERY:
@@ -248,7 +249,7 @@ def _reads(
     grad += from_state
     grad_g = _gathered(grad_g, from_state * X.to(tl.float32), turned, levels(C), C, DOT, PRECISION)
     if QUERY:
-        grad_g += (whole_chunk(g) * kept(h, dh, chunk, H, head, first, K, V, BV, BLOCK))[None, :]
+        grad_g += (whole_chunk(g) * states)[None, :]
         if NORMALIZE:
             i = tl.arange(0, C)
             shrunk = tl.load(along + (token + i).to(tl.int64) * H + head, mask=i < count, other=0.0) * r * r
@@ -261,7 +262,7 @@ def _reads(
 
 @triton.jit
 def _writes(
-    q, k, w, decay, rows, dh, u, e1, e2, along, table, turned,  # inputs
+    q, k, w, decay, rows, dh, u, e1, e2, own, along, table, turned,  # inputs
     dk, dw, dg,  # outputs; dk and dg hold the parts of `_reads`
     chunks, H, q_stride, k_stride, decay_stride,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr,
@@ -281,6 +282,7 @@ def _writes(
     if PRECONDITION:
         W = load_tile(w, token, count, H * K, head, first, K, BLOCK, C)
     g = load_decay(decay, token, count, decay_stride, head, first, K, BLOCK, C, GATE)
+    grad_w += _load_own(own, token, count, H, head, C)[:, None] * Q.to(tl.float32)
     for number in tl.range(4, levels(C), num_stages=1):
         grad_w, grad_g = _far_write(
             grad_w, grad_g, Q, Key, W, g, e1, e2, table, turned, number, token, count, H, head, C, BLOCK, PRECISION, DOT
@@ -328,12 +330,12 @@ def backward(
     for query, reader, d, e, along, out in ((True, x.q, do, pairs.e2, pairs.along_q, dq), (False, x.k, dx, pairs.e1, None, dk)):
         launch(
             _reads, programs, x.key,
-            reader, w, x.decay, solved.rows, solved.whole, h, dh, d, e, along, *tables, out, dg,
+            reader, w, x.decay, solved.rows, solved.whole, h, dh, d, e, pairs.own, along, *tables, out, dg,
             layout.chunks, H, reader.stride(0), w_stride, x.decay_stride, x.scale, **sizes, QUERY=query, **constants,
         )  # fmt: skip
     launch(
         _writes, programs, x.key,
-        x.q, x.k, solved.w, x.decay, solved.rows, dh, u, pairs.e1, pairs.e2, pairs.along_k, *tables, dk, dw, dg,
+        x.q, x.k, solved.w, x.decay, solved.rows, dh, u, pairs.e1, pairs.e2, pairs.own, pairs.along_k, *tables, dk, dw, dg,
         layout.chunks, H, x.q.stride(0), x.k.stride(0), x.decay_stride, **sizes, PRECONDITION=preconditioned, **constants,
     )  # fmt: skip
     return Gradients(dq, dk, dw, dg)

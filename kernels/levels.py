@@ -17,14 +17,15 @@ gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gate
 3xTF32 where they are fp32. This is exact: no pair depends on a gate outside j + 1 .. i.
 
 Levels inside blocks of 16 rows (`near_decays`) take products that a warp makes of its own block, with masks of [16, 16]; the others
-(`far_decays`) take products of whole tiles, one for each block of 2 half rows, in which all other rows are zero (`only_rows`).
+(`far_decays`) take a product of whole tiles each, zero outside their pairs (`far_pairs`).
 
-Where the gates of each block are mild, as nearly all are, its four levels become one: with m the block's middle, 8 rows on each side,
+Where the gates of all blocks are mild, as they nearly always are, the four levels inside a block are one: with m its middle, 8 rows on each
+side,
 
     exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
 
-for every pair i > j of the block. One of the two factors may be above 1; `mild` says whether all stay below 2^64 (2^4 where inputs are fp16),
-and then the product of two rounded factors is as exact as with levels.
+for every pair i > j of the block. One of the two factors may be above 1; `mild` says whether all stay below 2^64 (2^4 where inputs are
+fp16), and then two rounded factors are as exact as those of a level.
 """
 
 from __future__ import annotations
@@ -126,13 +127,10 @@ def near_decays(g, half, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def near_crossing(half, TURNED: tl.constexpr = False):
-    """[1, 16, 16], true at the pairs (i, j) of a level inside a block, i > j; TURNED: at (j, i)."""
+def near_crossing(half):
+    """[1, 16, 16], true at the pairs (i, j) of a level inside a block, i > j."""
     i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
-    highest = ((i ^ j) & -half) == half  # the highest bit in which they differ
-    if TURNED:
-        return (highest & (i < j))[None, :, :]
-    return (highest & (i > j))[None, :, :]
+    return ((((i ^ j) & -half) == half) & (i > j))[None, :, :]  # half is the highest bit in which they differ
 
 
 @triton.jit
@@ -144,7 +142,7 @@ def near_exponents(g, C: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def mild(exponents, DTYPE: tl.constexpr):
     """Whether `near_factors` of these exponents keep inputs of DTYPE in its range."""
-    reach: tl.constexpr = -4.0 if DTYPE == tl.float16 else -64.0
+    reach: tl.constexpr = -4.0 if tl.float16 == DTYPE else -64.0
     return tl.min(exponents) >= reach
 
 
@@ -157,12 +155,9 @@ def near_factors(exponents):
 
 
 @triton.jit
-def near_pairs(TURNED: tl.constexpr = False):
-    """[1, 16, 16], true at the pairs (i, j) of a block, i > j; TURNED: at (j, i)."""
-    i, j = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
-    if TURNED:
-        return (i < j)[None, :, :]
-    return (i > j)[None, :, :]
+def near_pairs():
+    """[1, 16, 16], true at the pairs (i, j) of a block, i > j."""
+    return (tl.arange(0, NEAR)[:, None] > tl.arange(0, NEAR)[None, :])[None, :, :]
 
 
 @triton.jit
@@ -184,10 +179,3 @@ def load_level(e, token, count, H, head, number, C: tl.constexpr):
     """[C, C]: the pairs of a level of whole blocks in e [N, H, C], zero elsewhere."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return tl.load(e + (token + i).to(tl.int64) * (H * C) + head * C + j, mask=far_pairs(number, C) & (i < count), other=0.0)
-
-
-@triton.jit
-def only_rows(x, first, stop, C: tl.constexpr):
-    """x [C, BD], zero in the rows outside first .. stop."""
-    i = tl.arange(0, C)
-    return tl.where(((i >= first) & (i < stop))[:, None], x, 0.0)

@@ -45,6 +45,7 @@ class Pairs:
     decay: Tensor | None  # [N, H] fp32: a scalar decay's gradient from the spans inside the chunk
     along_q: Tensor | None  # [>= N * H] fp32, with a decay a channel: qhat . dqhat
     along_k: Tensor | None  # and khat . dkhat, which is written without a preconditioner only
+    own: Tensor | None  # and the diagonal of D2, whose pairs do not decay: e2 has zeros there
 
 
 @triton.jit
@@ -58,12 +59,12 @@ def _between(pairs, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr)
 @triton.jit
 def _pairs(
     k, w, qw, rows, u, dx, do, v, o,  # inputs
-    e1, e2, dv, dbeta, between, along_q, along_k,  # outputs
+    e1, e2, dv, dbeta, between, along_q, along_k, own,  # outputs
     chunks, H, k_units, v_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    UNIT: tl.constexpr, SCALAR: tl.constexpr, ALONG: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
+    UNIT: tl.constexpr, SCALAR: tl.constexpr, CHANNEL: tl.constexpr, PRECONDITION: tl.constexpr, PRECISION: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Formulas above. One program a chunk and head. SCALAR: there is a decay a head. ALONG: along_q and along_k are wanted.
+    """Formulas above. One program a chunk and head. SCALAR: there is a decay a head; CHANNEL: a decay a channel.
     PRECONDITION: w holds the write keys. k_units: k's token stride in UNITs of 16 bytes."""
     chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
     at = (chunk * H + head).to(tl.int64)
@@ -77,7 +78,7 @@ def _pairs(
         U = load_tile(u, token, count, H * V, head, e, V, BV, C)
         dX = load_tile(dx, token, count, H * V, head, e, V, BV, C)
         dO = load_tile(do, token, count, H * V, head, e, V, BV, C)
-        if ALONG:
+        if CHANNEL:
             by_q += tl.sum(dO.to(tl.float32) * load_tile(o, token, count, H * V, head, e, V, BV, C).to(tl.float32), 1)
             if not PRECONDITION:
                 value = load_tile(v, token, count, v_stride, head, e, V, BV, C).to(tl.float32)
@@ -86,7 +87,7 @@ def _pairs(
         two = tl.dot(dO, tl.trans(U), two, input_precision=PRECISION)
         store_tile(dv, beta[:, None] * dX.to(tl.float32), token, count, H * V, head, e, V, BV, C)
     tl.store(dbeta + place, tl.sum(tl.where(i[:, None] == i[None, :], one, 0.0), 1), mask=i < count)
-    if ALONG:
+    if CHANNEL:
         tl.store(along_q + place, by_q, mask=i < count)
         if not PRECONDITION:
             tl.store(along_k + place, beta * by_k, mask=i < count)
@@ -98,7 +99,12 @@ def _pairs(
         span = spans(load_row(rows, HIGH, at, C), load_row(rows, LOW, at, C), count, C) * weight[None, :]
     one = tl.where(i[:, None] > i[None, :], one * span, 0.0) * (-beta * rk)[:, None]
     store_tile(e1, one, token, count, H * C, head, 0, C, C, C)
-    store_tile(e2, two * span * (scale * rq)[:, None], token, count, H * C, head, 0, C, C, C)
+    read = two * span * (scale * rq)[:, None]
+    if CHANNEL:
+        same = i[:, None] == i[None, :]
+        tl.store(own + place, tl.sum(tl.where(same, read, 0.0), 1), mask=i < count)
+        read = tl.where(same, 0.0, read)
+    store_tile(e2, read, token, count, H * C, head, 0, C, C, C)
     if SCALAR:
         products = tl.zeros((C, C), tl.float32)
         for d in tl.range(0, K, BLOCK, num_stages=3):
@@ -119,16 +125,16 @@ def backward(x: Inputs, solved: Solved, layout: Layout, o: Tensor, u: Tensor, dx
     dv, dbeta = x.v.new_empty(N, H, V), x.beta.new_empty(N, H)
     between = torch.empty(N, H, dtype=torch.float32, device=x.k.device) if scalar else None
     channel = x.decay_kind == "channel"
-    along_q, along_k = torch.empty(2, cdiv(N * H, 4) * 4, dtype=torch.float32, device=x.k.device) if channel else (None, None)
+    own, along_q, along_k = torch.empty(3, cdiv(N * H, 4) * 4, dtype=torch.float32, device=x.k.device) if channel else (None,) * 3
     choice, wide, unit = setting("pairs", x.k), x.k.dtype == torch.float32, 16 // x.k.element_size()
     launch(
         _pairs, M * H, x.key,
-        x.k, solved.w, solved.qw, solved.rows, u, dx, do, x.v, o, e1, e2, dv, dbeta, between, along_q, along_k,
+        x.k, solved.w, solved.qw, solved.rows, u, dx, do, x.v, o, e1, e2, dv, dbeta, between, along_q, along_k, own,
         layout.chunks, H, x.k.stride(0) // unit, x.v.stride(0), x.scale,
         K=K, V=V, BV=min(32 if wide else 128, power_of_2(V)),
         BLOCK=min(choice.block, power_of_2(K)), C=layout.chunk, UNIT=unit,
-        SCALAR=scalar, ALONG=channel, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k),
+        SCALAR=scalar, CHANNEL=channel, PRECONDITION=solved.w is not None, PRECISION=dot_precision(x.k),
         DOT=tl.float32 if wide else tl.bfloat16,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return Pairs(e1, e2, dv, dbeta, between, along_q, along_k)
+    return Pairs(e1, e2, dv, dbeta, between, along_q, along_k, own)

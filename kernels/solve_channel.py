@@ -4,7 +4,7 @@
     kr = exp(G) khat ;  qr = scale exp(G) qhat ;  wd = exp(G_C - G) w                           the keys as the scans meet a state with them
 
 The sums are made level by level (`kernels.levels`): inside blocks of 16 rows by products of [16, BD] by [BD, 16], a warp for each block,
-and between them by products of whole tiles, whose rows that have no part in it are zero. One part after the other, each with its own loop
+and between them by products of whole tiles, of which a level keeps its pairs. One part after the other, each with its own loop
 over the channels, so that it holds nothing of the others: k, q and g are read four times, mostly from the cache.
 
 Blocks have 64 channels in 16 bit, whatever K is: right operands with fewer columns go wrong (`kernels.gradients_channel`).
@@ -92,11 +92,11 @@ def _decayed_keys(
 
 
 @triton.jit
-def _near_level(kw, qw, key, query, write, reads, writes, pairs, PRECISION: tl.constexpr):
-    """kw and qw plus the products at these pairs of reading rows that decay by reads and written rows that decay by writes."""
+def _near_level(kw, qw, key, query, write, reads, writes, key_pairs, query_pairs, PRECISION: tl.constexpr):
+    """kw and qw plus the products, at these pairs, of reading rows that decay by reads and written rows that decay by writes."""
     faded = tl.trans((writes * write.to(tl.float32)).to(write.dtype), 0, 2, 1)
-    kw += tl.where(pairs, tl.dot((reads * key.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
-    qw += tl.where(pairs, tl.dot((reads * query.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+    kw += tl.where(key_pairs, tl.dot((reads * key.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
+    qw += tl.where(query_pairs, tl.dot((reads * query.to(tl.float32)).to(key.dtype), faded, input_precision=PRECISION), 0.0)
     return kw, qw
 
 
@@ -107,8 +107,8 @@ def _near(
 ):  # fmt: skip
     """[C / 16, 16, 16] twice, the pairs inside each block of 16 rows: key_i write_j, i > j, and query_i write_j, i >= j, both decayed."""
     r, s = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    same = (r == s)[None, :, :]  # nothing decays
     kw, qw = tl.zeros((C // NEAR, NEAR, NEAR), tl.float32), tl.zeros((C // NEAR, NEAR, NEAR), tl.float32)
-    own = tl.zeros((C // NEAR, NEAR), tl.float32)  # i = j: nothing decays
     for first in tl.range(0, K, BD, num_stages=1):
         key = load_near(k, token, count, k_stride, head, first, K, BD, C)
         query = load_near(q, token, count, q_stride, head, first, K, BD, C)
@@ -116,16 +116,16 @@ def _near(
         if PRECONDITION:
             write = load_near(w, token, count, H * K, head, first, K, BD, C)
         g = load_near_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
-        own += tl.sum(query.to(tl.float32) * write.to(tl.float32), 2)
         exponents = near_exponents(g, C, PRECISION)
         if mild(exponents, key.dtype):
             reads, writes = near_factors(exponents)
-            kw, qw = _near_level(kw, qw, key, query, write, reads, writes, near_pairs(), PRECISION)
+            kw, qw = _near_level(kw, qw, key, query, write, reads, writes, near_pairs(), near_pairs() | same, PRECISION)
         else:
+            qw += tl.where(same, tl.sum(query.to(tl.float32) * write.to(tl.float32), 2)[:, :, None], 0.0)
             for number in tl.range(0, 4, num_stages=1):
                 F = near_decays(g, 1 << number, C, PRECISION)
-                kw, qw = _near_level(kw, qw, key, query, write, F, F, near_crossing(1 << number), PRECISION)
-    return kw, qw + tl.where((r == s)[None, :, :], own[:, :, None], 0.0)
+                kw, qw = _near_level(kw, qw, key, query, write, F, F, near_crossing(1 << number), near_crossing(1 << number), PRECISION)
+    return kw, qw
 
 
 @triton.jit
@@ -133,8 +133,8 @@ def _far(
     x, w, decay, table, token, count, head, x_stride, w_stride, decay_stride,
     K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """[C, C], the pairs of different blocks of 16 rows: x_i w_j decayed, for a reader x, which is k or q. A product for each block of
-    2 half rows, whose other rows are zero."""
+    """[C, C], the pairs of different blocks of 16 rows: x_i w_j decayed, for a reader x, which is k or q. A product for each
+    level, of which its pairs are kept."""
     made = tl.zeros((C, C), tl.float32)
     for first in tl.range(0, K, BD, num_stages=1):
         read = load_tile(x, token, count, x_stride, head, first, K, BD, C)

@@ -54,7 +54,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "pairs": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "gradients": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "gradients_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
+    "gradients_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(16, 4, 1))),
     "statistic_sums": (Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
     "statistic_keys": (Row(2, 128, ANY, Setting(0, 1, 1, 144)), Row(2, ANY, ANY, Setting(0, 1, 1)), Row(4, ANY, ANY, Setting(0, 1, 1))),
 }

@@ -72,6 +72,8 @@ GATES = {
     "alternating in half of the channels": lambda g: (
         over_time(-30.0 * (torch.arange(g.shape[1]) % 2), g).to(g) * (torch.arange(g.shape[3]) % 2)
     ),
+    "just mild": lambda g: torch.full_like(g, -5.5),  # 8 rows: factors of 2^63
+    "just not mild": lambda g: torch.full_like(g, -5.6),
     "weak after strong": lambda g: torch.where(over_time(torch.arange(g.shape[1]) % 32 < 16, g), g - 30, g / 100),
 }
 
@@ -82,6 +84,17 @@ def test_extreme_gates(name, gates, case, assert_close):
     """fla-org/flash-linear-attention#389; differences of long sums would lose weak gates behind strong ones."""
     one = case(name, 66, B=1, H=1, K=16, V=16)
     check(one.with_(decay=GATES[gates](one.tensors["decay"])), assert_close)
+
+
+def test_mild_beside_strong_gates(case, assert_close):
+    """Chunks, heads and blocks of channels that take the levels inside their blocks of rows one by one, beside others that do not:
+    outputs and all gradients."""
+    one = case("pkda", 66, B=1, H=2, K=72, V=16)
+    decay = one.tensors["decay"].clone()
+    decay[:, 4:8, 0, 40:] -= 30  # a few rows of one head, in some channels
+    decay[:, 40, 1, 3] -= 30
+    one = one.with_(decay=decay).rounded(torch.float32)
+    assert_close(one.run("triton", torch.float32, DEVICE), one.run("reference"), TOLERANCE)
 
 
 def test_infinite_decay_forgets_without_nan(case):
