@@ -45,7 +45,7 @@ class Pairs:
     decay: Tensor | None  # [N, H] fp32: a scalar decay's gradient from the spans inside the chunk
     along_q: Tensor | None  # [>= N * H] fp32, with a decay a channel: qhat . dqhat
     along_k: Tensor | None  # and khat . dkhat, which is written without a preconditioner only
-    own: Tensor | None  # and the diagonal of D2, whose pairs do not decay: e2 has zeros there
+    own: Tensor | None  # [>= N * H] fp32 and the diagonal of e2, where nothing decays
 
 
 @triton.jit
@@ -101,9 +101,7 @@ def _pairs(
     store_tile(e1, one, token, count, H * C, head, 0, C, C, C)
     read = two * span * (scale * rq)[:, None]
     if CHANNEL:
-        same = i[:, None] == i[None, :]
-        tl.store(own + place, tl.sum(tl.where(same, read, 0.0), 1), mask=i < count)
-        read = tl.where(same, 0.0, read)
+        tl.store(own + place, tl.sum(tl.where(i[:, None] == i[None, :], read, 0.0), 1), mask=i < count)
     store_tile(e2, read, token, count, H * C, head, 0, C, C, C)
     if SCALAR:
         products = tl.zeros((C, C), tl.float32)
