@@ -49,11 +49,15 @@ def levels(C):
 
 
 @triton.jit
+def held(g):
+    """g / ln 2 of log decays g fp32. Below -200 a gate is 0 in fp32: it is held there."""
+    return tl.where(g < -200.0, -200.0, g) * LOG2E  # a comparison with NaN is false: NaN stays
+
+
+@triton.jit
 def load_decay(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
-    """g / ln 2 [C, BD] in DOT, fp16 or fp32, of a decay [N, H, K]; zero past the chunk's rows. Below -200 a gate is 0 in fp32: it is held
-    there."""
-    g = load_tile(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)
-    return (tl.where(g < -200.0, -200.0, g) * LOG2E).to(DOT)  # a comparison with NaN is false: NaN stays
+    """g / ln 2 [C, BD] in DOT, fp16 or fp32, of a decay [N, H, K]; zero past the chunk's rows."""
+    return held(load_tile(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)).to(DOT)
 
 
 @triton.jit
@@ -110,8 +114,7 @@ def load_near(x, token, count, stride, head, first, D: tl.constexpr, BD: tl.cons
 @triton.jit
 def load_near_decay(decay, token, count, stride, head, first, K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
     """`load_decay` by blocks of rows."""
-    g = load_near(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)
-    return (tl.where(g < -200.0, -200.0, g) * LOG2E).to(DOT)
+    return held(load_near(decay, token, count, stride, head, first, K, BD, C).to(tl.float32)).to(DOT)
 
 
 @triton.jit

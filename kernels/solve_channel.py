@@ -1,7 +1,6 @@
 """The chunk-local solve with a decay a channel: as `kernels.solve`, but L and QW are sums over channels that each decay on their own.
 
     L_ij = sum_d khat_i w_j exp(G_i - G_j), i > j ;  QW_ij = scale sum_d qhat_i w_j exp(G_i - G_j), i >= j ;  N = (I + L B)^-1 L
-    kr = exp(G) khat ;  qr = scale exp(G) qhat ;  wd = exp(G_C - G) w                           the keys as the scans meet a state with them
 
 The sums are made level by level (`kernels.levels`): inside blocks of 16 rows by products of [16, BD] by [BD, 16], a warp for each block,
 and between them by products of whole tiles, of which a level keeps its pairs. One part after the other, each with its own loop
@@ -9,8 +8,9 @@ over the channels, so that it holds nothing of the others: k, q and g are read f
 
 Blocks have 64 channels in 16 bit, whatever K is: right operands with fewer columns go wrong (`kernels.gradients_channel`).
 
-Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B and with a preconditioner w 256 B, writes t and qw 256 B, kr, qr
-and wd 768 B, three kinds of rows 12 B and `whole` 8 B.
+The keys as the scans meet a state with them, and the norms that this stage reads, are `kernels.decayed_keys`.
+
+Cost, D = 128, 16 bit, a token and head: reads k, q and g (fp32) 1,024 B and with a preconditioner w 256 B, writes t and qw 256 B.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import decayed_keys
 from kernels.launch import launch
 from kernels.layout import Inputs, Layout, Solved
 from kernels.levels import (
@@ -37,58 +38,18 @@ from kernels.levels import (
     near_factors,
     near_pairs,
     sums,
-    whole_chunk,
 )
-from kernels.solve import _norms, _solve_chunk, scratch
+from kernels.solve import _solve_chunk, scratch
 from kernels.tiles import (
     BETA,
     KEY_NORM,
-    KINDS,
     QUERY_NORM,
     dot_precision,
-    load_gate,
     load_row,
     load_tile,
-    store_row,
     store_tile,
 )
 from kernels.tuned import setting
-
-
-@triton.jit
-def _decayed_keys(
-    q, k, w, beta, decay, table,  # inputs
-    rows, whole, kr, qr, wd,  # outputs
-    chunks, H, q_stride, k_stride, decay_stride, scale,
-    K: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECONDITION: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, GATES: tl.constexpr,
-):  # fmt: skip
-    """kr, qr, wd, exp(G_C) and the rows' numbers. One program a chunk and head, the channels in blocks of BD."""
-    chunk, head = tl.program_id(0) // H, tl.program_id(0) % H
-    token, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
-    at = chunk.to(tl.int64) * H + head
-    rk = _norms(k, token, count, k_stride, head, K, BD, C, NORMALIZE)
-    rq = _norms(q, token, count, q_stride, head, K, BD, C, NORMALIZE)
-    store_row(rows, load_gate(beta, token, count, H, head, C), BETA, at, count, C)
-    store_row(rows, rk, KEY_NORM, at, count, C)
-    store_row(rows, rq, QUERY_NORM, at, count, C)
-    lacks = rk  # what the write key lacks
-    if PRECONDITION:
-        lacks = tl.full((C,), 1.0, tl.float32)
-    for first in tl.range(0, K, BD, num_stages=1):
-        d = first + tl.arange(0, BD)
-        key = load_tile(k, token, count, k_stride, head, first, K, BD, C)
-        write = key
-        if PRECONDITION:
-            write = load_tile(w, token, count, H * K, head, first, K, BD, C)
-        query = load_tile(q, token, count, q_stride, head, first, K, BD, C)
-        g = load_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
-        tl.store(whole + at * K + d, whole_chunk(g), mask=d < K)
-        read = far_decays(g, table, levels(C), C, PRECISION)
-        store_tile(kr, read * rk[:, None] * key.to(tl.float32), token, count, H * K, head, first, K, BD, C)
-        store_tile(qr, read * (scale * rq)[:, None] * query.to(tl.float32), token, count, H * K, head, first, K, BD, C)
-        left = far_decays(g, table, levels(C) + 1, C, PRECISION) * lacks[:, None]
-        store_tile(wd, left * write.to(tl.float32), token, count, H * K, head, first, K, BD, C)
 
 
 @triton.jit
@@ -188,27 +149,17 @@ def forward(x: Inputs, layout: Layout, w: Tensor | None) -> Solved:
     """All of `Solved` from the write keys w [N, H, K], None without a preconditioner."""
     (N, H, K), (M, _), C = x.k.shape, layout.counts, layout.chunk
     t, qw = x.k.new_empty(N, H, C), x.k.new_empty(N, H, C)
-    kr, qr, wd = (x.k.new_empty(N, H, K) for _ in range(3))
-    rows, whole = (torch.empty(size, dtype=torch.float32, device=x.k.device) for size in ((M, H, KINDS.value, C), (M, H, K)))
     wide, strides = x.k.dtype == torch.float32, (x.q.stride(0), x.k.stride(0), x.decay_stride)
     gates, precision = tl.float32 if wide else tl.float16, dot_precision(x.k)
     table = sums(C, torch.float32 if wide else torch.float16, x.k.device)
     inverses = scratch(x, t)
-    choice = setting("keys", x.k)
-    launch(
-        _decayed_keys, M * H, x.key,
-        x.q, x.k, w, x.beta, x.decay, table, rows, whole, kr, qr, wd,
-        layout.chunks, H, *strides, x.scale,
-        K=K, BD=choice.block, C=C, PRECONDITION=w is not None,
-        NORMALIZE=x.normalize, PRECISION=precision, GATES=gates,
-        num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
-    )  # fmt: skip
+    keys = decayed_keys.forward(x, layout, w)
     choice = setting("solve_channel", x.k)
     launch(
         _solve_channel, M * H, x.key,
-        x.q, x.k, w, x.decay, rows, table, t, qw, inverses, layout.chunks, H, *strides, x.scale,
+        x.q, x.k, w, x.decay, keys.rows, table, t, qw, inverses, layout.chunks, H, *strides, x.scale,
         K=K, BD=choice.block, C=C, PRECONDITION=w is not None,
         PRECISION=precision, SOLVE=tl.float16 if x.normalize and not wide else tl.float32, GATES=gates,
         num_warps=choice.warps, num_stages=choice.stages, maxnreg=choice.registers,
     )  # fmt: skip
-    return Solved(t, qw, w, rows, whole, kr, qr, wd)
+    return Solved(t, qw, w, keys.rows, keys.whole, keys.kr, keys.qr, keys.wd)

@@ -26,7 +26,6 @@ CHECKED = (2, 300, 2)  # B, T, H of the check: a last chunk that is short
 SCANS = [Setting(block, block // 16, stages) for block in (64, 128) for stages in (1, 2, 3)]
 CANDIDATES = {
     "solve": [Setting(block, 4, 1, registers) for block in (64, 128) for registers in (None, 168)],
-    "keys": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
     "solve_channel": [Setting(64, 4, 1), Setting(64, 4, 1, 168), Setting(64, 8, 1)],
     "scan": SCANS,
     "states": SCANS,
@@ -79,7 +78,7 @@ def launched(recurrence: str) -> list[str]:
     """The stages that a recurrence goes through, of those with candidates."""
     one = RECURRENCES[recurrence]
     channel, preconditioned = one.decay == "channel", one.preconditioner != "none"
-    solve = ["keys", "solve_channel"] if channel else ["solve"]
+    solve = ["solve_channel" if channel else "solve"]
     statistic = ["statistic_sums", "statistic_keys"] if preconditioned else []
     return [*statistic, *solve, "scan", "states", "scan_backward", "pairs", "gradients_channel" if channel else "gradients"]
 

@@ -32,7 +32,6 @@ ANY = 1 << 40
 # compiled, not timed.
 TABLE: dict[str, tuple[Row, ...]] = {
     "solve": (Row(2, ANY, ANY, Setting(64, 4, 1, 168)), Row(4, ANY, ANY, Setting(32, 4, 1))),
-    "keys": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(16, 4, 1))),
     "solve_channel": (Row(2, ANY, ANY, Setting(64, 4, 1)), Row(4, ANY, ANY, Setting(32, 4, 1))),
     "scan": (
         Row(2, 128, ANY, Setting(128, 8, 2)),
