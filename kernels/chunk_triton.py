@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from kernels import (
+    cold,
     gradients,
     gradients_channel,
     maps_triton,
@@ -88,7 +89,12 @@ def run(
     table = layout(batch, length, bounds, chunk_rows(k), q.shape[2], q.device)
     gates = (None,) * 3 if precond is None else (precond.decay, precond.gain, precond.center)
     call = Call(table, key**-0.5 if scale is None else scale, normalize_qk, *_squash(precond), relay)
-    o, s, a = _DeltaRule.apply(call, q, k, v, beta, decay, *gates, *(state or (None, None)))
+    tensors = q, k, v, beta, decay, *gates, *(state or (None, None))
+    if q.is_cuda:
+        kind = *_kind(q, k, v, decay), precond is None, state is None, normalize_qk, table.cut
+        alone = Call(table, call.scale, normalize_qk, call.log_bound, call.eps, None)  # nothing is exchanged
+        cold.prepare(_DeltaRule, kind, (alone, *tensors), torch.is_grad_enabled() and q.requires_grad)
+    o, s, a = _DeltaRule.apply(call, *tensors)
     if s.shape[-2:] != (key, value):
         s = s[..., :key, :value]
     return _unflat(o, v.shape), State(s, None if a is None else _cut(a, key))
@@ -114,6 +120,11 @@ class Call:
         decay = _rows(_padded(decay, size)) if channel else _tokens(decay)
         center = None if center is None else aligned(center.float())
         return self.inputs(q, k, v, _tokens(beta), decay, _tokens(forget), _tokens(gain), center)
+
+
+def _kind(*tensors: Tensor | None) -> tuple:
+    """What of a call's tensors decides about kernels."""
+    return tuple([x if x is None else (x.dtype, x.shape[2:], x.stride()[1:]) for x in tensors])
 
 
 def _squash(precond: Preconditioner | None) -> tuple[float, float]:

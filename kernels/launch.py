@@ -7,20 +7,59 @@ compiled kernel is looked up by it, and Triton's launcher runs only for a new on
 A key must hold all that distinguishes the compiled variants but the kernel's constants: dtypes, which tensors are None, integers. The
 device is that of the first argument, a tensor. Every tensor must start at a multiple of 16 bytes. In the interpreter there is nothing to
 look up.
+
+A kernel takes Triton one to three seconds to compile, one core each. Inside `compiling` kernels are compiled side by side and not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import os
+import threading
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
 NUMBERS = (int, float, type(None))
+MOST_WORKERS = 32
 KEPT = 4096  # variants; then all are forgotten, and looked up by Triton again
 
 _compiled: dict = {}
+
+
+class _Compiling(threading.local):
+    """What `compiling` has begun in this thread; None outside of it."""
+
+    begun: dict[Hashable, Future] | None = None
+    pool: ThreadPoolExecutor
+
+
+_now = _Compiling()
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Inside, every `launch` of this thread on this GPU has its kernel compiled, where it is not yet, on another core, and runs nothing:
+    outputs are left unwritten. At the end all are compiled. Raises what a compilation raised."""
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as _now.pool:
+        _now.begun = begun = {}
+        try:
+            yield
+        finally:
+            _now.begun = None
+    for compilation in begun.values():
+        compilation.result()
+
+
+def _begin(place: Hashable, kernel, programs: int, arguments: tuple, options: dict) -> None:
+    if place not in _compiled and place not in _now.begun:
+        types = [x.dtype if isinstance(x, Tensor) else x for x in arguments]  # not the tensors, which would live on
+        _now.begun[place] = _now.pool.submit(kernel.warmup, *types, grid=(programs,), **options)
 
 
 def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num_stages: int = 1, maxnreg=None, **constants) -> None:
@@ -30,6 +69,9 @@ def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num
     device = arguments[0].device
     # the function: a kernel of Triton takes a lock to be hashed
     place = (kernel.fn, key, device, num_warps, num_stages, maxnreg, *constants.values())
+    if _now.begun is not None:
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        return _begin(place, kernel, programs, arguments, constants | options)
     found = _compiled.get(place)
     if found is not None:
         # an address costs less than a tensor, whose address Triton asks the driver about
