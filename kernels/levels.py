@@ -14,7 +14,7 @@ so one tile of factors serves every pair of a level, F_i F_j = exp(G_i - G_j), a
 
 Gates are <= 0, so all terms of a sum have one sign: an exponent with a relative error e costs exp at most 0.37 e, however strong the
 gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gates, in fp16 where inputs are 16 bits wide (e = 2^-12),
-3xTF32 where they are fp32. This is exact: no pair depends on a gate outside j + 1 .. i.
+3xTF32 where they are fp32. No pair depends on a gate outside j + 1 .. i.
 
 Levels inside blocks of 16 rows (`near_decays`) take products that a warp makes of its own block, with masks of [16, 16]; the others
 (`far_decays`) take a product of whole tiles each, zero outside their pairs (`far_pairs`).
@@ -26,6 +26,7 @@ side,
 
 for every pair i > j of the block. One of the two factors may be above 1; `mild` says whether all stay below 2^64 (2^4 where inputs are
 fp16), and then two rounded factors are as exact as those of a level.
+Rounding is then not causal: the factors of the pairs before a gate that is on their side of the middle hold it, and cancel it.
 """
 
 from __future__ import annotations
