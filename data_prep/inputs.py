@@ -58,6 +58,9 @@ class Batch(NamedTuple):
     end: Place
 
 
+NOT_COMPRESSED = "an empty file is no compressed one, not even of nothing"
+
+
 @dataclass(frozen=True)
 class FileInput:
     """One file. `name` is relative to the argument it came from: moving a corpus does not make it another."""
@@ -89,6 +92,8 @@ class FileInput:
                 yield Record(number + 1, "bad", f"the file breaks off or is damaged here: {error}".encode())
 
     def _records(self) -> Iterator[Record]:
+        if self.path.name.endswith(".gz") and not self.path.stat().st_size:  # Python's own reader takes it for a whole one
+            raise EOFError(NOT_COMPRESSED)
         if self.path.name.endswith(".parquet"):
             return _parquet(self.path, self.text_field)
         if self.path.name.endswith(".txt"):
@@ -269,7 +274,9 @@ class _Zstd(io.RawIOBase):
         if not data:
             data = self._file.read(1 << 14)
         if not data:
-            if self._frame and not self._frame.eof:
+            if self._frame is None:
+                raise EOFError(NOT_COMPRESSED)
+            if not self._frame.eof:
                 raise EOFError("the zstandard frame is not complete")
             return False
         if self._frame is None or self._frame.eof:

@@ -12,8 +12,8 @@ the same command, goes on from the last one. The manifest comes last. With other
 the difference.
 
 Bad records (unreadable, broken JSON, invalid UTF-8, no or empty text) are left out, counted, named with file and line, and kept in the
-journal. More than `--max-bad` of all records end the run with an error: at its end, or early once EARLY records have been seen. What is
-done stays done: the same command with a higher `--max-bad` goes on.
+journal. More than `--max-bad` of all records end the run with an error: at its end, or, past EARLY records, where
+HOPELESS times as many are bad. What is done stays done: the same command with a higher `--max-bad` goes on.
 
 Speed is the tokenizer's, 2 to 5 MB of English a second a worker. `--val-fraction` sends documents, chosen by a hash of their text, to
 DIR/val. Whole documents: a long one can be most of a small split, and the last line of the output says where one is.
@@ -41,7 +41,8 @@ from pdn_train.tokenizer import Tokenizer, TokenizerError
 JOURNAL = "prepare.journal"
 COMMIT_SECONDS = 5.0
 REPORT_SECONDS = 10.0
-EARLY = 10_000  # records before which the share of bad ones says nothing
+EARLY = 10_000  # records before which the share of bad ones says nothing: they may all stand at the start
+HOPELESS = 10  # times max_bad
 SHOWN = 20  # bad records printed; the journal has all
 LARGE = 0.1  # share of a split's tokens above which one document is named
 
@@ -271,14 +272,15 @@ class _Run:
             self._commit()
         if time.monotonic() - self.reported > REPORT_SECONDS:
             self._report()
-        self._check_bad(at_least=EARLY)
+        if self.documents + len(self.faults) >= EARLY:
+            self._check_bad(HOPELESS * self.options.max_bad)
 
     def finish(self) -> None:
         """End the shards, judge the bad records, write the manifests (the training split's last: it says that all is done)."""
         for writer in self.writers.values():
             writer.end_shard()
         self._commit()
-        self._check_bad(at_least=1)
+        self._check_bad(self.options.max_bad)
         for split, writer in self.writers.items():
             if not writer.totals.documents:
                 raise PrepareError(_nothing_went_to(split, self.documents, len(self.faults), self.options))
@@ -307,9 +309,9 @@ class _Run:
         elif len(self.faults) == SHOWN + 1:
             print(f"bad: more than {SHOWN}; the rest are in {self.journal.path}", file=sys.stderr)
 
-    def _check_bad(self, at_least: int) -> None:
+    def _check_bad(self, share: float) -> None:
         bad, seen = len(self.faults), self.documents + len(self.faults)
-        if bad > self.options.max_bad * max(seen, at_least):
+        if bad > share * seen:
             if self.new_faults:
                 self._commit()
             raise PrepareError(

@@ -8,8 +8,10 @@ whatever was killed when.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,10 +165,13 @@ class Journal:
             return
         entry = self._entry(step, seconds / max(1, steps))
         _append(self._run_dir.metrics, entry)
-        for key in entry.keys() - {"step"}:
-            if entry[key] is not None:
-                self._writer.add_scalar(f"train/{key}", entry[key], entry["step"])
-        self._writer.flush()
+        try:
+            for key in entry.keys() - {"step"}:
+                if entry[key] is not None:
+                    self._writer.add_scalar(f"train/{key}", entry[key], entry["step"])
+            self._writer.flush()
+        except OSError as error:  # as `_append`
+            log.warning("could not write step %d for TensorBoard, and go on without it: %s", entry["step"], error.strerror)
         log.info(_progress_line(entry, self._steps))
 
     def _entry(self, step: _Step, step_seconds: float) -> dict:
@@ -208,10 +213,16 @@ def cut_back(run_dir: RunDir, step: int) -> None:
     """One process: remove from metrics.jsonl, validation.jsonl and the event files all that is later than `step`."""
     for file in (run_dir.metrics, run_dir.validation):
         if file.exists():
-            kept = [line for line in file.read_text().splitlines() if (entry := parse_line(line)) is not None and entry["step"] <= step]
+            kept = [line for line in file.read_text(errors="replace").splitlines() if _is_up_to(line, step)]
             write_whole(file, "".join(line + "\n" for line in kept).encode())
     for file in run_dir.tensorboard.glob("events.out.tfevents.*"):
         _cut_events(file, step)
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    """Whether a line is whole, and of a step that is kept. What is no entry of ours goes."""
+    entry = parse_line(line)
+    return entry is not None and isinstance(entry.get("step"), int) and entry["step"] <= step
 
 
 def memory_gib(device: torch.device) -> float:
@@ -222,8 +233,16 @@ def memory_gib(device: torch.device) -> float:
 
 
 def _append(file: Path, entry: dict) -> None:
-    with file.open("a") as handle:
-        handle.write(json.dumps(entry) + "\n")
+    """Add one whole line or none. A full disk must not end a run that is well otherwise: it loses this entry, and says so."""
+    line = (json.dumps(entry) + "\n").encode()
+    try:
+        with file.open("ab", buffering=0) as handle:
+            size = handle.tell()
+            if handle.write(line) != len(line):
+                handle.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        log.warning("could not write the entry of step %d to %s, and go on without it: %s", entry["step"], file, error.strerror)
 
 
 def _cut_events(file: Path, step: int) -> None:

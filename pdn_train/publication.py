@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def begin_folder(root: Path, step: int) -> Path:
     """The empty folder, step_N.tmp, in which the ranks write the checkpoint of `step`."""
     for old in root.glob("step_*.tmp"):
-        shutil.rmtree(old)
+        _sweep(old)
     temporary = root / (folder_name(step) + ".tmp")
     temporary.mkdir(parents=True)
     return temporary
@@ -94,7 +94,15 @@ def finish_publications(root: Path) -> None:
             shutil.rmtree(folder)
         marker.unlink()
     for rest in [*root.glob("step_*.tmp"), *root.glob("step_*.universal")]:
-        shutil.rmtree(rest)
+        _sweep(rest)
+
+
+def _sweep(path: Path) -> None:
+    """Remove a folder, or a file or link that took a folder's name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _has_size(file: Path, size: int) -> bool:

@@ -232,6 +232,8 @@ def owner(run_dir: RunDir) -> dict | None:
 
 
 def _name(owner: dict) -> str:
+    if not owner:
+        return "a job whose lease cannot be read"
     process = f"process {owner.get('pid')} on {owner.get('host')}"
     return process if owner.get("job") is None else f"job {owner['job']} ({process})"
 
@@ -243,12 +245,14 @@ def _holds(said: dict) -> bool:
 
 
 def _read_lease(file: Path) -> dict | None:
+    """What a lease says; {} where it is unreadable, which has no heartbeat and so is stale; None where there is none."""
     try:
-        return json.loads(file.read_text())
+        said = json.loads(file.read_text())
     except FileNotFoundError:
         return None
     except ValueError:
-        return {}  # unreadable: no heartbeat, so stale
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def machine() -> str:

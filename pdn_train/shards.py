@@ -101,6 +101,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise ShardError(f"{folder} {_why_no_manifest(Path(folder))}") from None
     except OSError as error:
         raise ShardError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ShardError(f"{path} is not JSON ({error}); copy or prepare the data again") from None
     try:
         tree = json.loads(text)
         if isinstance(tree, dict) and tree.get("version", VERSION) != VERSION:

@@ -206,3 +206,10 @@ def test_inputs_that_cannot_be_used_are_named(tmp_path):
         list(FileInput(tmp_path / "a.parquet", "a", "body").read(0))
     with pytest.raises(InputError, match="is int64, not text"):
         list(FileInput(tmp_path / "a.parquet", "a", "id").read(0))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl"])
+def test_an_empty_file_is_a_compressed_one_that_broke_off(name, tmp_path):
+    (tmp_path / name).touch()
+    records = list(FileInput(tmp_path / name, name, "text").read(0))
+    assert [record.form for record in records] == ([] if name == "a.jsonl" else ["bad"])

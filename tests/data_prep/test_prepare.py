@@ -430,12 +430,21 @@ def test_more_bad_input_than_allowed_ends_the_run(tiny_tokenizer, tmp_path, caps
 
 def test_a_hopeless_input_ends_the_run_early(tiny_tokenizer, tmp_path, monkeypatch, small_batches):
     monkeypatch.setattr(prepare, "EARLY", 1000)
-    (tmp_path / "a.jsonl").write_bytes(b"no json\n" * 1000)
+    (tmp_path / "a.jsonl").write_bytes(b"no json\n" * 3000)
     parsed = []
     parse = prepare.encode_in_order
     monkeypatch.setattr(prepare, "encode_in_order", lambda *a: (parsed.append(e) or e for e in parse(*a)))
     assert _run(tmp_path / "out", [tmp_path / "a.jsonl"], tiny_tokenizer, "--max-bad", "0.02") == 1
-    assert len(parsed) == 3  # 30 bad records are more than 2 % of 1,000
+    assert len(parsed) == 100  # batches of 10
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_bad_records_count_the_same_wherever_they_stand(first, tiny_tokenizer, tmp_path, monkeypatch, small_batches):
+    """15 of 1,015 are more than 1 % of the first hundred, and allowed at 2 %."""
+    monkeypatch.setattr(prepare, "EARLY", 100)
+    good, bad = _lines(["good"] * 1000), b"no json\n" * 15
+    (tmp_path / "a.jsonl").write_bytes(bad + good if first else good + bad)
+    assert _run(tmp_path / "out", [tmp_path / "a.jsonl"], tiny_tokenizer, "--max-bad", "0.02") == 0
 
 
 def test_lossless_refuses_a_tokenizer_that_rewrites_text(documents, corpus, tiny_tokenizer, tmp_path, capsys):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pdn_train.checkpoint import Progress
-from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
+from pdn_train.metrics import Journal, NonfiniteError, Pace, _append, cut_back
 from pdn_train.outcome import Outcome
 from pdn_train.rundir import RunDir
 from pdn_train.world import World
@@ -125,3 +127,27 @@ def test_validation_has_its_own_file_and_is_cut_too(run_dir):
     assert [json.loads(line)["step"] for line in run_dir.validation.read_text().splitlines()] == [10]
     assert scalars(run_dir, "validation/loss") == [(10, 3.0)]
     assert scalars(run_dir, "validation/mqar/accuracy") == [(10, 0.5)] and scalars(run_dir, "validation/mqar/lengths/32") == [(10, 0.25)]
+
+
+def test_what_is_no_entry_is_cut_away(run_dir):
+    whole = b'{"step": 1, "loss": 2.0}\n'
+    run_dir.metrics.write_bytes(whole + b'{"a": 1}\n[1]\n{"step": 2, "lo\xff\n')
+    cut_back(run_dir, 10)
+    assert run_dir.metrics.read_bytes() == whole
+
+
+def test_a_full_disk_costs_entries_and_leaves_no_part_of_one(run_dir, caplog):
+    """Python's limit on a file's size stands for the disk's."""
+    entry = {"step": 1, "loss": 2.0}
+    _append(run_dir.metrics, entry)
+    size, limit = run_dir.metrics.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limit[1]))
+    try:
+        _append(run_dir.metrics, entry | {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert run_dir.metrics.stat().st_size == size and "step 2" in caplog.text
+    _append(run_dir.metrics, entry | {"step": 3})
+    assert [e["step"] for e in lines(run_dir)] == [1, 3]

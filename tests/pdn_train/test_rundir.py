@@ -171,8 +171,9 @@ def test_a_renewal_under_way_does_not_bring_a_returned_lease_back(run_dir, monke
     assert done.wait(60) and not run_dir.lease.exists()
 
 
-def test_an_unreadable_lease_is_stale(run_dir):
-    run_dir.lease.write_text("{half a li")
+@pytest.mark.parametrize("text", ["{half a li", "null", "[]", ""])
+def test_an_unreadable_lease_is_stale(text, run_dir):
+    run_dir.lease.write_text(text)
     Lease(run_dir, None).acquire()
 
 

@@ -251,9 +251,10 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path, make_shards, change, m
         Shards.open(tmp_path)
 
 
-def test_a_manifest_cut_short_is_refused(tmp_path, make_shards):
+@pytest.mark.parametrize("damage", [lambda whole: whole[:50], lambda whole: whole[:5] + b"\xff" + whole[6:]])
+def test_a_damaged_manifest_is_refused(tmp_path, make_shards, damage):
     path = make_shards(tmp_path, [[5] * 9]) / "manifest.json"
-    os.truncate(path, 50)
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ShardError, match="manifest.json is not JSON"):
         Shards.open(tmp_path)
 
