@@ -8,6 +8,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
+# what others call keys; * stands for the section it was found in
+MEANT = {
+    "batch_size": ("train.micro_batch", "train.global_batch"),
+    "context_length": ("data.seq_len",),
+    "d_model": ("model.hidden_size",),
+    "epochs": ("train.steps",),
+    "gpus": ("launch.gpus_per_node",),
+    "gradient_clipping": ("optim.clip",),
+    "interval": ("*.every",),
+    "learning_rate": ("optim.lr",),
+    "max_steps": ("train.steps",),
+    "n_heads": ("model.num_heads",),
+    "n_layers": ("model.num_layers",),
+    "output_dir": ("run_dir",),
+    "seq_length": ("data.seq_len",),
+}
+
 
 def explain(error: ValidationError, every: list[str]) -> str:
     """The faults of a file as one line; every: its valid dotted keys."""
@@ -46,12 +63,17 @@ def suggestion(location: tuple, every: list[str]) -> str:
 
 
 def _nearest(location: tuple, every: list[str]) -> list[str]:
-    """The valid keys most like an unknown one, by its last part (`_likeness`) or else, in its own section, by the whole.
+    """The valid keys most like an unknown one: what others mean by its name (MEANT), or by its last part (`_likeness`), or else, in its own
+    section, by the whole.
 
     Of several that are equally like it, its own section's, or the first three. An unknown key of no section may be meant as a section.
     """
     *sections, name = [str(part) for part in location]
     prefix = ".".join(sections) + "." if sections else ""
+    for known in difflib.get_close_matches(name, MEANT, n=1, cutoff=0.85):
+        meant = [key.replace("*.", prefix) for key in MEANT[known]]
+        if all(key in every for key in meant):
+            return meant
     own = {key for key in every if key.startswith(prefix) and key.count(".") == len(sections)}
     sought = every if sections else [*every, *dict.fromkeys(key.split(".")[0] for key in every if "." in key)]
     scores = {key: (_likeness(name, key), key in own) for key in sought}

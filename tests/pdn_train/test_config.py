@@ -109,6 +109,23 @@ def test_an_override_has_the_suggestion_too(write):
             load(write(), [item])
 
 
+@pytest.mark.parametrize(
+    "item, meant",
+    [
+        ("gradient_cliping=1.0", "'optim.clip'"),
+        ("learning_rate=1", "'optim.lr'"),
+        ("optim.learnin_rate=1", "'optim.lr'"),
+        ("train.batch_size=8", "'train.micro_batch' or 'train.global_batch'"),
+        ("checkpoint.interval=8", "'checkpoint.every'"),
+        ("model.d_model=8", "'model.hidden_size'"),
+    ],
+)
+def test_what_others_call_a_key(item, meant, write):
+    with pytest.raises(ConfigError) as caught:
+        load(write(), [item])
+    assert str(caught.value).endswith(f"did you mean {meant}?")
+
+
 def test_what_is_like_no_key_has_no_suggestion(write):
     with pytest.raises(ConfigError) as caught:
         load(write(), ["folder=x"])
