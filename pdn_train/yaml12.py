@@ -13,6 +13,10 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.YAMLError(
+                    f"line {key_node.start_mark.line + 1}: a key is a name, not a list or a mapping; quote a value with braces"
+                )
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice")

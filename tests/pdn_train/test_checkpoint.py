@@ -119,6 +119,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, s
     save(root, 900, 1000, 1100)
     damage(root / folder_name(1100))
     (root / "step_1200.tmp").mkdir()
+    (root / "step_0000001300.tmp").touch()  # a file that took the name of a folder
     (root / "latest").write_text("step_0000001100")
     with caplog.at_level(logging.WARNING):
         assert newest_whole(root, WORLD).progress.step == 1000

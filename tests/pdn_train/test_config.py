@@ -83,13 +83,17 @@ REFUSED = [
     ("resume: {allow: [lr]}", ["resume.allow", "'lr'", "did you mean 'optim.lr'"]),
     ("[1, 2]", ["mapping"]),
     ("a: [1", ["x.yaml"]),
+    ("a: {{ run }}", ["x.yaml", "line 1", "quote"]),
+    ("? [a]", ["x.yaml", "line 1"]),
+    ("a: !!int abc", ["x.yaml", "abc"]),
+    ("a: !!bool abc", ["x.yaml", "abc"]),
 ]
 
 
 @pytest.mark.parametrize("text, said", REFUSED, ids=[text for text, _ in REFUSED])
 def test_refused_with_key_value_and_way_out(write, text, said):
     with pytest.raises(ConfigError) as caught:
-        whole = text.startswith(("[", "a:"))
+        whole = text.startswith(("[", "a:", "?"))
         load(write(text if whole else ("run_dir: r\n" if "data:" in text else MINIMAL) + text + "\n"))
     for part in said:
         assert part in str(caught.value)
