@@ -119,12 +119,19 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, s
     save(root, 900, 1000, 1100)
     damage(root / folder_name(1100))
     (root / "step_1200.tmp").mkdir()
-    (root / "step_0000001300.tmp").touch()  # a file that took the name of a folder
     (root / "latest").write_text("step_0000001100")
     with caplog.at_level(logging.WARNING):
         assert newest_whole(root, WORLD).progress.step == 1000
     assert "step_0000001100" in caplog.text and said in caplog.text
     assert newest(root).name == "step_0000001000"
+
+
+def test_what_took_the_name_of_an_unfinished_one_is_swept_away(root):
+    save(root, 10)
+    (root / "step_0000000020.tmp").touch()
+    (root / "step_0000000030.tmp").symlink_to("nowhere")
+    publication.finish_publications(root)
+    assert [path.name for path in root.iterdir()] == ["step_0000000010"]
 
 
 def test_none_whole_is_an_error_not_a_fresh_start(root):
