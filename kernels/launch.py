@@ -45,7 +45,7 @@ _now = _Compiling()
 def compiling(device: torch.device) -> Iterator[None]:
     """Inside, every `launch` of this thread on this GPU has its kernel compiled, where it is not yet, on another core, and runs nothing:
     outputs are left unwritten. At the end all are compiled. Raises what a compilation raised."""
-    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))  # the cores that this process may use
     with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as _now.pool:
         _now.begun = begun = {}
         try:
