@@ -74,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     except (PrepareError, InputError, ShardError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, TokenizerError) else 1
+    except OSError as error:  # of the inputs it would be an InputError
+        print(f"error: cannot write to {options.output}: {error}; mend that, and the same command goes on", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
@@ -197,13 +200,14 @@ class Journal:
             print(f"warning: cannot lock {self.path} ({error.strerror}); run one preparation at a time there", file=sys.stderr)
 
     def _read(self, identity: dict) -> None:
-        """Take up the state; cut off a last line that a kill left incomplete."""
+        """Take up the state; cut off a last line that a kill left incomplete. Before the first commit the identity may still change."""
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
-        if not lines:
+        if len(lines) < 2:
+            self._file.truncate(0)
             self._append(identity)
             return
         _compare(json.loads(lines[0]), identity, self.path.parent)

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import zstandard
@@ -504,3 +506,18 @@ def test_a_split_that_gets_no_document_says_what_would_help(tiny_tokenizer, tmp_
     assert "its error says what to change" in capsys.readouterr().err
     assert _run(tmp_path / "out", [tmp_path / "in"], tiny_tokenizer, "--val-fraction", fraction) == 1
     assert said in capsys.readouterr().err, "the same command says it again"
+
+
+def test_a_wrong_text_field_can_be_put_right(tiny_tokenizer, tmp_path, capsys):
+    pq.write_table(pa.table({"content": ["good text"] * 4}), tmp_path / "a.parquet")
+    assert _run(tmp_path / "out", [tmp_path / "a.parquet"], tiny_tokenizer) == 1
+    assert "name one with --text-field" in capsys.readouterr().err
+    assert _run(tmp_path / "out", [tmp_path / "a.parquet"], tiny_tokenizer, "--text-field", "content") == 0
+
+
+@pytest.mark.parametrize("output", ["file", "file/below"])
+def test_an_output_that_cannot_be_written_is_named(output, corpus, tiny_tokenizer, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert _run(tmp_path / output, [corpus], tiny_tokenizer) == 1
+    error = capsys.readouterr().err
+    assert f"error: cannot write to {tmp_path / output}: " in error and "Traceback" not in error
