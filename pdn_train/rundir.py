@@ -9,7 +9,8 @@
 
 The lease is a file with job, host, process and a heartbeat, renewed every HEARTBEAT_SECONDS. Where the owner's process can be looked up
 (same boot, same process namespace) that decides: alive, it keeps the folder; gone, the folder is free. Elsewhere a requeue of the same
-SLURM job takes over at once, any other job once the heartbeat is STALE_SECONDS old.
+SLURM job takes over at once, any other job once the heartbeat is STALE_SECONDS old. A heartbeat later than now is of a clock that is wrong;
+then the file's own age decides (`_is_old`).
 """
 
 from __future__ import annotations
@@ -158,8 +159,9 @@ class Lease:
         if owner is not None:
             if not self._may_replace(owner):
                 silent = time.time() - owner.get("time", 0)
+                seen = f"last seen {silent:.0f} s ago" if silent >= 0 else f"whose clock is {-silent:.0f} s ahead of this one's"
                 raise RunDirError(
-                    f"{self._file.parent} is in use by {_name(owner)}, last seen {silent:.0f} s ago; stop it, "
+                    f"{self._file.parent} is in use by {_name(owner)}, {seen}; stop it, "
                     f"use another run_dir, or wait until it is {STALE_SECONDS} s silent"
                 )
             self._remove(owner)
@@ -180,7 +182,7 @@ class Lease:
 
     def _may_replace(self, owner: dict) -> bool:
         requeued = owner.get("job") is not None and owner["job"] == self._me["job"] and owner.get("machine") != self._me["machine"]
-        return requeued or not _holds(owner)
+        return requeued or not _holds(owner) or (owner.get("time", 0) > time.time() + STALE_SECONDS and _is_old(self._file, owner))
 
     def _remove(self, owner: dict) -> None:
         """Take a dead lease away; one that another job has put in its place meanwhile is put back, and that job keeps the folder."""
@@ -232,7 +234,7 @@ def owner(run_dir: RunDir) -> dict | None:
 
 
 def _name(owner: dict) -> str:
-    if not owner:
+    if "host" not in owner:
         return "a job whose lease cannot be read"
     process = f"process {owner.get('pid')} on {owner.get('host')}"
     return process if owner.get("job") is None else f"job {owner['job']} ({process})"
@@ -240,8 +242,26 @@ def _name(owner: dict) -> str:
 
 def _holds(said: dict) -> bool:
     if said.get("machine") == machine():
-        return process_start(said["pid"]) == said["started"]
+        started = process_start(said.get("pid"))
+        return started is not None and started == said.get("started")
     return time.time() - said.get("time", 0) <= STALE_SECONDS
+
+
+def _is_old(file: Path, said: dict) -> bool:
+    """Whether a lease of another machine, whose heartbeat lies in the future, was last written STALE_SECONDS ago, by the file system's clock.
+
+    That clock stamps a living owner's renewals, be its own clock ahead or ours behind; and where a file system takes the stamps from the
+    writers' clocks instead, the file looks young: either way no living owner is replaced.
+    """
+    if said.get("machine") == machine():
+        return False
+    probe = file.with_name(f".lease-{uuid.uuid4().hex}")
+    probe.touch()
+    now = probe.stat().st_mtime
+    probe.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        return now - file.stat().st_mtime > STALE_SECONDS
+    return False
 
 
 def _read_lease(file: Path) -> dict | None:
@@ -252,7 +272,7 @@ def _read_lease(file: Path) -> dict | None:
         return None
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return said if isinstance(said, dict) and isinstance(said.get("time", 0), int | float) else {}
 
 
 def machine() -> str:

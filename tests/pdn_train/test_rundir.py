@@ -171,10 +171,24 @@ def test_a_renewal_under_way_does_not_bring_a_returned_lease_back(run_dir, monke
     assert done.wait(60) and not run_dir.lease.exists()
 
 
-@pytest.mark.parametrize("text", ["{half a li", "null", "[]", ""])
-def test_an_unreadable_lease_is_stale(text, run_dir):
-    run_dir.lease.write_text(text)
+@pytest.mark.parametrize("age, free", [(rundir.STALE_SECONDS - 20, False), (rundir.STALE_SECONDS + 20, True)])
+def test_a_lease_from_a_clock_that_is_ahead_is_as_old_as_its_file(run_dir, monkeypatch, age, free):
+    monkeypatch.setattr(rundir, "DYING_SECONDS", 0)
+    run_dir.lease.write_text(json.dumps({"job": "42", "host": "elsewhere", "pid": 1, "time": time.time() + 7200, "token": "x"}))
+    os.utime(run_dir.lease, (time.time() - age,) * 2)
+    lease = Lease(run_dir, "43")
+    if free:
+        lease.acquire()
+    else:
+        with pytest.raises(RunDirError, match="job 42 .*whose clock is 7[12][0-9]{2} s ahead"):
+            lease.acquire()
+
+
+@pytest.mark.parametrize("text", ["{half a li", "null", "[]", "", '{"time": "x"}', '{"machine": "here"}'])
+def test_an_unreadable_lease_is_stale(text, run_dir, caplog):
+    run_dir.lease.write_text(text.replace("here", rundir.machine()))
     Lease(run_dir, None).acquire()
+    assert caplog.messages == ["took over the lease of a job whose lease cannot be read"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
