@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdn_train.config import Config, dump, load
 from pdn_train.files import write_whole
-from pdn_train.rundir import RunDir, snapshot_code
+from pdn_train.rundir import GitError, RunDir, git, snapshot_code
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,8 +87,6 @@ def _next_folder(root: Path) -> Path:
 def _commit(root: Path) -> dict:
     """The commit that is checked out and whether files differ from it; empty outside a checkout."""
     try:
-        head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        return {"commit": git(root, "rev-parse", "HEAD").strip(), "changed": bool(git(root, "status", "--porcelain", "-uno").strip())}
+    except GitError:
         return {}
-    return {"commit": head.stdout.strip(), "changed": bool(changes.stdout.strip())}

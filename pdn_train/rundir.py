@@ -41,6 +41,10 @@ class RunDirError(RuntimeError):
     """The run folder cannot be used; the message says why and what to do."""
 
 
+class GitError(RuntimeError):
+    """git is missing or refuses; the message is its own."""
+
+
 @dataclass(frozen=True)
 class RunDir:
     path: Path
@@ -95,6 +99,9 @@ class RunDir:
 
     def create(self) -> None:
         """Make the folders and prove that they can be written. Raises RunDirError naming the folder."""
+        if not self.path.is_dir() and os.path.lexists(self.path):
+            what = f"a link to {os.readlink(self.path)}, which is no folder" if self.path.is_symlink() else "a file"
+            raise RunDirError(f"run_dir={self.path} is {what}; choose another run_dir, or remove it")
         try:
             prove_writable(self.path)
             for folder in (self.tensorboard, self.logs, self.checkpoints):
@@ -126,11 +133,25 @@ def snapshot_code(root: Path, target: Path) -> None:
 def _names(root: Path) -> list[str]:
     if (root.parent / "submission.json").exists():  # a snapshot that `launch.submit` took, which now runs
         return [str(p.relative_to(root)) for p in root.rglob("*") if "__pycache__" not in p.parts]
-    listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=False) if shutil.which("git") else None
-    if listed is not None and listed.returncode == 0 and listed.stdout:
-        return [name for name in listed.stdout.decode().split("\0") if name]
-    log.info("no git checkout at %s: code/ holds the packages' Python files", root)
+    try:
+        names = [name for name in git(root, "ls-files", "-z").split("\0") if name]
+    except GitError as error:
+        log.info("code/ holds the packages' Python files, as git does not list those of %s: %s", root, error)
+        names = []
+    if names:
+        return names
     return [str(p.relative_to(root)) for package in ("pdn_train", "kernels", "launch", "data_prep") for p in (root / package).rglob("*.py")]
+
+
+def git(root: Path, *command: str) -> str:
+    """What git says of the checkout `root`, be it another user's, as in a container: its code runs already. Raises GitError."""
+    try:
+        line = ["git", "-c", f"safe.directory={root}", "-C", str(root), *command]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        raise GitError("there is no git on this machine") from None
+    except subprocess.CalledProcessError as error:
+        raise GitError((error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"])[0]) from None
 
 
 class Lease:
@@ -248,7 +269,7 @@ def _holds(said: dict) -> bool:
 
 
 def _is_old(file: Path, said: dict) -> bool:
-    """Whether a lease of another machine, whose heartbeat lies in the future, was last written STALE_SECONDS ago, by the file system's clock.
+    """Whether a lease of another machine, with a heartbeat in the future, was written STALE_SECONDS ago by the file system's clock.
 
     That clock stamps a living owner's renewals, be its own clock ahead or ours behind; and where a file system takes the stamps from the
     writers' clocks instead, the file looks young: either way no living owner is replaced.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -195,6 +196,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match="file/run"):
         RunDir(tmp_path / "file" / "run").create()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(RunDirError, match="link is a link to .*gone, which is no folder"):
+        RunDir(tmp_path / "link").create()
+    with pytest.raises(RunDirError, match="file is a file"):
+        RunDir(tmp_path / "file").create()
 
 
 def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
@@ -219,6 +225,22 @@ def test_the_snapshot_holds_what_git_tracks(tmp_path):
         snapshot_code(root, tmp_path / "code")
     assert [str(p.relative_to(tmp_path / "code")) for p in (tmp_path / "code").rglob("*") if p.is_file()] == ["pkg/a b.py"]
     assert (tmp_path / "code" / "pkg" / "a b.py").read_text() == "changed since"
+
+
+def test_the_snapshot_of_another_user_s_checkout(tmp_path, monkeypatch, caplog):
+    """git's own switch has it take every checkout for somebody else's, as root meets it in a container."""
+    root = tmp_path / "checkout"
+    (root / "pkg").mkdir(parents=True)
+    (root / "pkg" / "a.yaml").write_text("1")
+    for command in (["init", "-q"], ["add", "pkg"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, check=False).returncode, "git does not know the switch"
+    snapshot_code(root, tmp_path / "code")
+    assert (tmp_path / "code" / "pkg" / "a.yaml").exists()
+    (root / ".git" / "index").write_text("garbage")
+    caplog.set_level(logging.INFO)
+    assert rundir._names(root) == [] and "index file" in caplog.text
 
 
 def test_the_record_can_be_written_twice(run_dir, tmp_path):
