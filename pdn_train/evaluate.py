@@ -22,14 +22,13 @@ In fp32 unless --precision bf16, so that the same weights give the same bits whe
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
 
 from pdn_train.checkpoint import folders, step_of
-from pdn_train.files import write_whole
+from pdn_train.files import to_json, write_whole
 from pdn_train.metrics import numbers
 from pdn_train.rundir import RunDir
 from pdn_train.shards import ShardError
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     except (EvaluationError, ShardError, *UNREADABLE) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    code = tell(json.dumps(result, indent=2), Path(a.output or Path(a.model) / "eval.json"))
+    code = tell(to_json(result, indent=2), Path(a.output or Path(a.model) / "eval.json"))
     to_tensorboard(result)
     return code
 

@@ -1,8 +1,11 @@
-"""Files that appear whole: written aside, flushed to disk, renamed. And lines of those that grow, of which the last may not be whole."""
+"""Files that appear whole: written aside, flushed to disk, renamed. And those that grow, of which the last piece may not be whole."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import math
 import os
 import uuid
 from pathlib import Path
@@ -15,6 +18,40 @@ def parse_line(line: str) -> dict | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def to_json(tree: object, indent: int | None = None) -> str:
+    """Strict JSON, which has no NaN and no infinity: a number that is not finite becomes null."""
+    return json.dumps(_finite(tree), indent=indent, allow_nan=False)
+
+
+def _finite(tree: object) -> object:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+class Growing:
+    """A file that one process lengthens piece by piece; of a piece that could not be written whole, no part stays before the next."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._size: int | None = None  # of the whole pieces; None: as large as it is
+
+    def append(self, piece: bytes) -> None:
+        """Raises OSError, with the path, where the disk is full."""
+        with self._path.open("ab", buffering=0) as file:
+            found = file.tell()
+            self._size = found if self._size is None else min(self._size, found)
+            if found > self._size:  # where the disk said so late, or would not cut
+                file.truncate(self._size)
+            if file.write(piece) != len(piece):
+                with contextlib.suppress(OSError):
+                    file.truncate(self._size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._size += len(piece)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

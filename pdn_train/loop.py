@@ -127,7 +127,6 @@ class Loop:
             self.save(in_streak=True)
         self.watchdog.beat("finishing the checkpoint", self.progress.step)
         self.checkpoints.finish()
-        self.journal.close()
 
 
 def build_loader(samples: Samples, accumulation: int, config: Config, world: World) -> Loader:

@@ -2,30 +2,24 @@
 
 A step's numbers are copied to the host when they are ready and read one step later (`Journal.add`), so the host runs one step ahead of
 the device and never waits for it.
-On resume everything past the checkpoint's step is cut away, from the event files too: TensorBoard shows one value per tag and step,
-whatever was killed when.
+On resume everything past the checkpoint's step is cut away, from the event files too (`pdn_train.board`): TensorBoard shows one value per
+tag and step, whatever was killed when. A number that is not finite is null in the .jsonl files. A full disk costs entries, not the run.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.summary_pb2 import Summary
 
+from pdn_train.board import Board, bars, cut_events, scalar
 from pdn_train.checkpoint import Progress
-from pdn_train.files import parse_line, write_whole
+from pdn_train.files import Growing, parse_line, to_json, write_whole
 from pdn_train.health import RANGES, Layer
 from pdn_train.outcome import Outcome
 from pdn_train.profiling import Moment
@@ -70,12 +64,14 @@ class Journal:
     """Collects each finished step; every rank keeps one, since all must agree on the count of skipped steps; rank 0 writes."""
 
     def __init__(self, run_dir: RunDir, world: World, start: Progress, pace: Pace, steps: int, every: int, max_nonfinite: int):
-        self._run_dir, self._world, self._pace = run_dir, world, pace
+        self._world, self._pace = world, pace
         self._steps, self._every, self._max_nonfinite = steps, every, max_nonfinite
         self._waiting: _Step | None = None
         self._progress = start
         self._since, self._since_step, self._paused = Moment(world.device), start.step, 0.0
-        self._writer = SummaryWriter(str(run_dir.tensorboard)) if world.leads else None
+        self._metrics, self._validation = Growing(run_dir.metrics), Growing(run_dir.validation)
+        self._board = Board(run_dir.tensorboard)
+        self._full = False  # the last write has failed, and that was said
 
     def add(self, progress: Progress, rate: float, outcome: Outcome) -> None:
         """Take a step that was just launched; settles the one before. Raises NonfiniteError."""
@@ -92,41 +88,36 @@ class Journal:
 
     def validation(self, progress: Progress, loss: float, targets: int, tasks: dict) -> None:
         """Write one validation: nats per target token over `targets` tokens, and the results of eval.tasks."""
-        if self._writer is None:
+        if not self._world.leads:
             return
         entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "targets": targets}
-        _append(self._run_dir.validation, entry | ({"tasks": tasks} if tasks else {}))
-        self._writer.add_scalar("validation/loss", loss, progress.step)
-        for name, value in numbers(tasks):
-            self._writer.add_scalar(f"validation/{name}", value, progress.step)
-        self._writer.flush()
+        values = [scalar("validation/loss", loss), *(scalar(f"validation/{name}", value) for name, value in numbers(tasks))]
+        self._keep(progress.step, values, self._validation, entry | ({"tasks": tasks} if tasks else {}))
         said = "".join(f"  {task} {result['accuracy']:.3f}" for task, result in tasks.items())
         log.info("step %d  validation loss %.4f over %d tokens%s", progress.step, loss, targets, said)
 
     def parts(self, progress: Progress, seconds: dict[str, float]) -> None:
         """Write how long the parts of a profiled step took, in milliseconds."""
-        if self._writer is not None:
-            for name, value in seconds.items():
-                self._writer.add_scalar(f"profile/{name.replace(' ', '_')}_ms", 1e3 * value, progress.step)
+        if self._world.leads:
+            named = {f"profile/{name.replace(' ', '_')}_ms": 1e3 * value for name, value in seconds.items()}
+            self._keep(progress.step, [scalar(name, value) for name, value in named.items()])
 
     def checkpoint(self, cost: Published) -> None:
         """Say and write what a checkpoint cost."""
-        if self._writer is not None:
-            self._writer.add_scalar("checkpoint/stall_seconds", cost.stall, cost.step)
-            self._writer.add_scalar("checkpoint/seconds", cost.seconds, cost.step)
+        if self._world.leads:
+            self._keep(cost.step, [scalar("checkpoint/stall_seconds", cost.stall), scalar("checkpoint/seconds", cost.seconds)])
             said = f"published after {cost.seconds:.1f} s, {cost.size / 1e9:.2f} GB"
             log.info("checkpoint of step %d: training stood still for %.2f s; %s", cost.step, cost.stall, said)
 
     def health(self, progress: Progress, layers: list[Layer]) -> None:
         """Write what `pdn_train.health` measured, by number and layer."""
-        if self._writer is None:
+        if not self._world.leads:
             return
+        values = []
         for i, layer in enumerate(layers):
-            for name, value in layer.numbers.items():
-                self._writer.add_scalar(f"health/{name}/layer_{i:02d}", value, progress.step)
-            for name, counts in layer.histograms.items():
-                _add_bars(self._writer, f"health/{name}/layer_{i:02d}", counts, RANGES[name], progress.step)
-        self._writer.flush()
+            values += [scalar(f"health/{name}/layer_{i:02d}", value) for name, value in layer.numbers.items()]
+            values += [bars(f"health/{name}/layer_{i:02d}", counts, RANGES[name]) for name, counts in layer.histograms.items()]
+        self._keep(progress.step, values)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -134,10 +125,6 @@ class Journal:
         started = Moment(self._world.device)
         yield
         self._paused += Moment(self._world.device).seconds_since(started)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
 
     def _settle(self, step: _Step) -> None:
         step.settle()
@@ -161,18 +148,27 @@ class Journal:
     def _write(self, step: _Step) -> None:
         steps, seconds = self._progress.step - self._since_step, step.end.seconds_since(self._since) - self._paused
         self._since, self._since_step, self._paused = step.end, self._progress.step, 0.0
-        if self._writer is None:
+        if not self._world.leads:
             return
         entry = self._entry(step, seconds / max(1, steps))
-        _append(self._run_dir.metrics, entry)
-        try:
-            for key in entry.keys() - {"step"}:
-                if entry[key] is not None:
-                    self._writer.add_scalar(f"train/{key}", entry[key], entry["step"])
-            self._writer.flush()
-        except OSError as error:  # as `_append`
-            log.warning("could not write step %d for TensorBoard, and go on without it: %s", entry["step"], error.strerror)
+        values = [scalar(f"train/{key}", value) for key, value in entry.items() if key != "step" and value is not None]
+        self._keep(entry["step"], values, self._metrics, entry)
         log.info(_progress_line(entry, self._steps))
+
+    def _keep(self, step: int, values: list[Summary.Value], file: Growing | None = None, entry: dict | None = None) -> None:
+        """Write what is known of a step, a line of `file` and TensorBoard's values; a run that is well otherwise goes on without them."""
+        try:
+            if file is not None:
+                file.append((to_json(entry) + "\n").encode())
+            self._board.add(step, values)
+        except OSError as error:
+            if not self._full:
+                log.warning("step %d could not be written, and the run goes on without such entries until one can be: %s", step, error)
+            self._full = True
+        else:
+            if self._full:
+                log.warning("entries are written again, from step %d on", step)
+            self._full = False
 
     def _entry(self, step: _Step, step_seconds: float) -> dict:
         rate = self._pace.tokens_per_step / step_seconds
@@ -191,15 +187,6 @@ class Journal:
         }
 
 
-def _add_bars(writer: SummaryWriter, tag: str, counts: list[float], ends: tuple[float, float], step: int) -> None:
-    """A histogram that is counted already, bars of equal width; its sums are those of the bars' middles."""
-    low, width = ends[0], (ends[1] - ends[0]) / len(counts)
-    middles = [low + (i + 0.5) * width for i in range(len(counts))]
-    first, second = (sum(c * m**power for c, m in zip(counts, middles, strict=True)) for power in (1, 2))
-    limits = [low + (i + 1) * width for i in range(len(counts))]
-    writer.add_histogram_raw(tag, ends[0], ends[1], sum(counts), first, second, limits, counts, step)
-
-
 def numbers(result: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
     """(path, value) of every number in nested dictionaries, keys joined by "/"."""
     for key, value in result.items():
@@ -215,8 +202,7 @@ def cut_back(run_dir: RunDir, step: int) -> None:
         if file.exists():
             kept = [line for line in file.read_text(errors="replace").splitlines() if _is_up_to(line, step)]
             write_whole(file, "".join(line + "\n" for line in kept).encode())
-    for file in run_dir.tensorboard.glob("events.out.tfevents.*"):
-        _cut_events(file, step)
+    cut_events(run_dir.tensorboard, step)
 
 
 def _is_up_to(line: str, step: int) -> bool:
@@ -230,36 +216,6 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _append(file: Path, entry: dict) -> None:
-    """Add one whole line or none. A full disk must not end a run that is well otherwise: it loses this entry, and says so."""
-    line = (json.dumps(entry) + "\n").encode()
-    try:
-        with file.open("ab", buffering=0) as handle:
-            size = handle.tell()
-            if handle.write(line) != len(line):
-                handle.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        log.warning("could not write the entry of step %d to %s, and go on without it: %s", entry["step"], file, error.strerror)
-
-
-def _cut_events(file: Path, step: int) -> None:
-    """Rewrite an event file without the events past `step`; a record that a kill cut short ends the file, as for TensorBoard itself."""
-    kept = [raw for raw in RawEventFileLoader(str(file)).Load() if not _is_later(raw, step)]
-    aside = file.with_name(f".{file.name}.cut")
-    with aside.open("wb") as handle:
-        writer = RecordWriter(handle)
-        for raw in kept:
-            writer.write(raw)
-        writer.flush()
-    aside.replace(file)
-
-
-def _is_later(raw: bytes, step: int) -> bool:
-    event = Event.FromString(raw)
-    return event.HasField("summary") and event.step > step
 
 
 def _progress_line(entry: dict, steps: int) -> str:

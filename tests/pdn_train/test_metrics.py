@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import signal
@@ -12,9 +13,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pdn_train.checkpoint import Progress
-from pdn_train.metrics import Journal, NonfiniteError, Pace, _append, cut_back
+from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.outcome import Outcome
 from pdn_train.rundir import RunDir
+from pdn_train.saving import Published
 from pdn_train.world import World
 
 
@@ -43,7 +45,7 @@ def drive(book: Journal, first: int, last: int, value: float) -> None:
 
 
 def lines(run_dir: RunDir) -> list[dict]:
-    return [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    return [json.loads(line, parse_constant=pytest.fail) for line in run_dir.metrics.read_text().splitlines()]
 
 
 def scalars(run_dir: RunDir, tag: str) -> list[tuple[int, float]]:
@@ -138,16 +140,35 @@ def test_what_is_no_entry_is_cut_away(run_dir):
 
 def test_a_full_disk_costs_entries_and_leaves_no_part_of_one(run_dir, caplog):
     """Python's limit on a file's size stands for the disk's."""
-    entry = {"step": 1, "loss": 2.0}
-    _append(run_dir.metrics, entry)
+    drive(book := journal(run_dir), 1, 3, 0.0)  # step 3 waits on the device
     size, limit = run_dir.metrics.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    event_size = next(run_dir.tensorboard.iterdir()).stat().st_size
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limit[1]))
     try:
-        _append(run_dir.metrics, entry | {"step": 2})
+        drive(book, 4, 6, 0.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (event_size + 5, limit[1]))
+        book.checkpoint(Published(5, 1.0, 2.0, 10**9))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
-    assert run_dir.metrics.stat().st_size == size and "step 2" in caplog.text
-    _append(run_dir.metrics, entry | {"step": 3})
-    assert [e["step"] for e in lines(run_dir)] == [1, 3]
+    assert run_dir.metrics.stat().st_size == size
+    with run_dir.metrics.open("a") as file:
+        file.write('{"step": 3, "lo')  # of a disk that says so late
+    drive(book, 7, 9, 0.0)
+    assert [e["step"] for e in lines(run_dir)] == [1, 2, 6, 7, 8]
+    assert scalars(run_dir, "train/loss") == [(step, float(step)) for step in (1, 2, 6, 7, 8)]
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 2 and "step 3 could not be written" in said[0] and said[1] == "entries are written again, from step 6 on"
+
+
+def test_what_is_not_finite_is_null(run_dir):
+    """Strict JSON has no word for it; TensorBoard has."""
+    book = journal(run_dir, max_nonfinite=9)
+    book.add(Progress(1, 1, 1), 1e-3, outcome(math.nan, True))
+    book.flush()
+    book.validation(Progress(1, 1, 1), math.inf, 64, {"mqar": {"accuracy": math.nan}})
+    assert (lines(run_dir)[0]["loss"], lines(run_dir)[0]["grad_norm"]) == (None, 2.0)
+    told = json.loads(run_dir.validation.read_text(), parse_constant=pytest.fail)
+    assert (told["loss"], told["tasks"]) == (None, {"mqar": {"accuracy": None}})
+    assert math.isnan(scalars(run_dir, "train/loss")[0][1])
