@@ -6,6 +6,7 @@ Each run trains a tiny PGDN on Genesis; what is compared is step, tokens, loss, 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -399,3 +400,11 @@ def test_dry_run_under_torchrun_is_of_its_ranks(write, monkeypatch, capsys, rank
     assert train.main([str(write(f"dry_{rank}")), "--dry-run", "train.global_batch=8", "train.micro_batch=2"]) == 0
     out = capsys.readouterr().out
     assert said in out and bool(out) == bool(said)
+
+
+def test_a_log_on_a_full_disk_loses_lines_without_a_traceback(capsys):
+    file = train.LogFile("/dev/full")
+    file.handle(logging.makeLogRecord({"msg": "lost"}))
+    assert capsys.readouterr().err == ""
+    file.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    assert "Logging error" in capsys.readouterr().err
