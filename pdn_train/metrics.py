@@ -25,6 +25,7 @@ from pdn_train.outcome import Outcome
 from pdn_train.profiling import Moment
 from pdn_train.rundir import RunDir
 from pdn_train.saving import Published
+from pdn_train.telling import sized
 from pdn_train.world import World
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Journal:
         """Say and write what a checkpoint cost."""
         if self._world.leads:
             self._keep(cost.step, [scalar("checkpoint/stall_seconds", cost.stall), scalar("checkpoint/seconds", cost.seconds)])
-            said = f"published after {cost.seconds:.1f} s, {cost.size / 1e9:.2f} GB"
+            said = f"published after {cost.seconds:.1f} s, {sized(cost.size)}"
             log.info("checkpoint of step %d: training stood still for %.2f s; %s", cost.step, cost.stall, said)
 
     def health(self, progress: Progress, layers: list[Layer]) -> None:

@@ -20,13 +20,14 @@ from typing import TypeVar
 import torch
 
 from pdn_train import hostmemory
-from pdn_train.checkpoint import VERSION, CheckpointError, Progress, entry_of
+from pdn_train.checkpoint import COMPLETE, VERSION, CheckpointError, Progress, entry_of, folder_name, folders
 from pdn_train.config import CheckpointConfig, Config
 from pdn_train.files import sync
 from pdn_train.hostcopy import HostCopy, room
 from pdn_train.publication import begin_folder, publish
 from pdn_train.rng import rng_file, rng_state
 from pdn_train.rundir import machine
+from pdn_train.telling import sized
 from pdn_train.world import World
 
 T = TypeVar("T")
@@ -96,8 +97,10 @@ class Checkpoints:
         begun = time.perf_counter()
         self.finish()
         self._stall = None
-        temporary = self._world.from_leader(lambda: begin_folder(self._root, progress.step))
-        files = [*engine.files(temporary), (rng_file(temporary, self._world.rank), rng_state())]
+        temporary = self._root / (folder_name(progress.step) + ".tmp")
+        self._world.from_leader(lambda: self._writing(temporary, lambda: begin_folder(self._root, progress.step)))
+        own = self._writing(temporary, lambda: engine.files(temporary))  # DeepSpeed copies a script of its own there meanwhile
+        files = [*own, (rng_file(temporary, self._world.rank), rng_state())]
         if self._config.background:
             files = self._world.each(lambda: self._host.take(files))
         world = {"size": self._world.size, "sequence": self._world.sequence, "zero": config.parallel.zero, "flat": config.flat_zero}
@@ -164,20 +167,22 @@ class Checkpoints:
             publish(pending.temporary, {**pending.state, "files": files}, self._config)
 
     def _begin(self, temporary: Path, act: Callable[[], T]) -> Future[T]:
-        """Act on the thread; a fault of the disk becomes a WriteError."""
+        """Act on the thread; a fault of the disk becomes a WriteError, also one that torch.save makes a RuntimeError of its own of."""
+        return self._thread.submit(lambda: self._writing(temporary, act, (OSError, RuntimeError)))
 
-        def work() -> T:
-            try:
-                return act()
-            except CheckpointError:
-                raise
-            except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError of its own for a full disk, and names no file
-                raise WriteError(
-                    f"{temporary} could not be written, with {_free(self._root)} there: {error}; the checkpoint before it is as it was: "
-                    "free some space, or mend the file system, and start the run again"
-                ) from error
-
-        return self._thread.submit(work)
+    def _writing(self, temporary: Path, act: Callable[[], T], faults: tuple[type[Exception], ...] = (OSError,)) -> T:
+        """What act returns. Raises WriteError for a fault of the disk."""
+        try:
+            return act()
+        except CheckpointError:
+            raise
+        except faults as error:
+            older = any((folder / COMPLETE).exists() for folder in folders(self._root))
+            left = "the checkpoint before it is as it was" if older else "no checkpoint is there yet"
+            raise WriteError(
+                f"{temporary} could not be written, with {_free(self._root)} there: {error}; {left}: "
+                "free some space, or mend the file system, and start the run again"
+            ) from error
 
 
 def require_space(root: Path, parameters: int) -> None:
@@ -188,7 +193,7 @@ def require_space(root: Path, parameters: int) -> None:
     free, needed = shutil.disk_usage(root).free, 16 * parameters
     if free < needed:
         raise CheckpointError(
-            f"{root} has {free / 1e9:.1f} GB free, one checkpoint takes about {needed / 1e9:.1f} GB; free some space, "
+            f"{root} has {sized(free)} free, one checkpoint takes about {sized(needed)}; free some space, "
             "lower checkpoint.keep or move run_dir"
         )
 
@@ -198,8 +203,8 @@ def _require_memory(needs: list[int]) -> None:
     left = hostmemory.available()
     if left < sum(needs):
         raise CheckpointError(
-            f"a copy of this node's part of a checkpoint ({len(needs)} ranks) takes {sum(needs) / 1e9:.1f} GB of host memory, "
-            f"{left / 1e9:.1f} GB are available; with checkpoint.background=false none is taken, and training waits for every save"
+            f"a copy of this node's part of a checkpoint ({len(needs)} ranks) takes {sized(sum(needs))} of host memory, "
+            f"{sized(left)} are available; with checkpoint.background=false none is taken, and training waits for every save"
         )
 
 
@@ -215,6 +220,6 @@ def _write(files: list[tuple[Path, dict]]) -> dict:
 
 def _free(root: Path) -> str:
     try:
-        return f"{shutil.disk_usage(root).free / 1e9:.2f} GB free"
+        return f"{sized(shutil.disk_usage(root).free)} free"
     except OSError:  # the folder itself may be what is gone
         return "no folder"

@@ -18,6 +18,11 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def sized(size: float) -> str:
+    """Bytes as 52.3 MB, or from 10^9 on as 1.0 GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 class Tally:
     """How far a long task is: a line when it begins, with its size, then at most one every EVERY_SECONDS."""
 

@@ -120,12 +120,22 @@ def test_a_write_that_fails_is_an_error_of_the_next_meeting(tmp_path, fill_the_d
     fill_the_disk()
     checkpoints.save(Live(), Progress(2), config(), {})
     with pytest.raises(
-        WriteError, match="step_0000000002.tmp could not be written, with .* GB free there: file write failed.*start the run again"
+        WriteError,
+        match="step_0000000002.tmp could not be written, with .* GB free there: file write failed; the checkpoint before it is as it was: free",
     ):
         checkpoints.save(Live(), Progress(3), config(), {})
     checkpoints.close()
     assert newest_whole(tmp_path, WORLD).progress.step == 1
     assert names(tmp_path) == [folder_name(1)]
+
+
+def test_a_first_one_that_fails_has_none_before_it_and_deepspeed_s_own_writing_is_named_too(tmp_path):
+    class Full(Live):
+        def files(self, folder: Path) -> list[tuple[Path, dict]]:
+            raise OSError(28, "No space left on device", "zero_to_fp32.py")
+
+    with pytest.raises(WriteError, match="step_0000000001.tmp could not be written, .*zero_to_fp32.py'; no checkpoint is there yet: free"):
+        Checkpoints(tmp_path, config().checkpoint, WORLD).save(Full(), Progress(1), config(), {})
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_is_there(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdn_train.telling import UNREAD, counted
+from pdn_train.telling import UNREAD, counted, sized
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_one_is_singular():
     assert [counted(n, "shard") for n in (0, 1, 2, 1000)] == ["0 shards", "1 shard", "2 shards", "1,000 shards"]
     assert [counted(n, "micro-batch", "micro-batches") for n in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+
+
+def test_small_sizes_are_not_0_gb():
+    assert [sized(size) for size in (0, 12_345_678, 10**9, 15e9)] == ["0.0 MB", "12.3 MB", "1.0 GB", "15.0 GB"]
 
 
 def unread(*arguments: str) -> tuple[int, str]:
