@@ -3,8 +3,8 @@
     checkpoints/step_0000001000/   DeepSpeed's ZeRO files, rng_00000.pt a rank, state.json, COMPLETE
 
 state.json says what was saved and lists the other files with their bytes and SHA-256; COMPLETE holds the SHA-256 of state.json and is
-written last. A checkpoint is whole where all of that agrees, and counts for nothing otherwise. `pdn_train.saving` writes one,
-`pdn_train.publication` makes it appear, `pdn_train.resume` goes on from it. Needs no torch.
+written last. A checkpoint is whole where all of that agrees, with the folder's number too, and counts for nothing otherwise.
+`pdn_train.saving` writes one, `pdn_train.publication` makes it appear, `pdn_train.resume` goes on from it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ def read_state(folder: Path, published: bool = True) -> tuple[dict | None, str |
                 f"{STATE} is of version {state.get('version')}, this code reads {VERSION}: go on with the code that wrote it, "
                 "a copy of which is code/ in its run folder"
             )
+        step = state["progress"]["step"]
+        if folder.name[5:].isdecimal() and folder.name.startswith("step_") and step_of(folder) != step:
+            return None, f"{STATE} is of step {step}: a copy under another step's name"
         return state, None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"

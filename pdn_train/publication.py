@@ -45,7 +45,7 @@ def publish(temporary: Path, state: dict, config: CheckpointConfig) -> None:
     text = json.dumps(state, indent=1).encode()
     write_whole(temporary / STATE, text)
     if final.exists():  # the same step saved again, after a resume from an earlier one
-        shutil.rmtree(final)
+        _sweep(final)
     marker = final.with_name(final.name + ".publishing")
     write_whole(marker, b"")
     temporary.rename(final)
@@ -91,8 +91,8 @@ def finish_publications(root: Path) -> None:
             complete(folder, (folder / STATE).read_bytes())
             log.info("finished the publication of %s", folder.name)
         elif folder.exists() and not (folder / COMPLETE).exists():
-            shutil.rmtree(folder)
-        marker.unlink()
+            _sweep(folder)
+        _sweep(marker)
     for rest in [*root.glob("step_*.tmp"), *root.glob("step_*.universal")]:
         _sweep(rest)
 

@@ -46,7 +46,8 @@ def make_run():
         file = checkpoint / "mp_rank_00_model_states.pt"
         torch.save({"module": model.state_dict() if stored is None else stored}, file)
         entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        text = json.dumps({"version": VERSION, "config": settings.model_dump(mode="json"), "files": {file.name: entry}})
+        state = {"version": VERSION, "progress": {"step": 5}, "config": settings.model_dump(mode="json"), "files": {file.name: entry}}
+        text = json.dumps(state)
         (checkpoint / "state.json").write_text(text)
         (checkpoint / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
         (folder / "config.yaml").write_text(config.dump(settings))

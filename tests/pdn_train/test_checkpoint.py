@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from pdn_train import publication, saving
-from pdn_train.checkpoint import CheckpointError, Progress, folder_name, newest
+from pdn_train.checkpoint import CheckpointError, Progress, folder_name, newest, read_whole
 from pdn_train.config import Config, build
 from pdn_train.resume import newest_whole, require_same_run, restore
 from pdn_train.saving import Checkpoints
@@ -126,12 +127,27 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, s
     assert newest(root).name == "step_0000001000"
 
 
+def test_a_copy_under_a_later_step_s_name_is_passed_over(root, caplog):
+    """Otherwise every resume would start there, however far training has come since."""
+    save(root, 10, 20)
+    shutil.copytree(root / folder_name(10), root / folder_name(50))
+    shutil.copytree(root / folder_name(10), root / "step_best")
+    assert newest_whole(root, WORLD).progress.step == 20 and newest(root).name == folder_name(20)
+    assert "step_0000000050: state.json is of step 10" in caplog.text
+    assert read_whole(root / "step_best")["progress"]["step"] == 10
+
+
 def test_what_took_the_name_of_an_unfinished_one_is_swept_away(root):
     save(root, 10)
     (root / "step_0000000020.tmp").touch()
     (root / "step_0000000030.tmp").symlink_to("nowhere")
+    (root / "step_0000000040").touch()
+    (root / "step_0000000040.publishing").mkdir()
     publication.finish_publications(root)
     assert [path.name for path in root.iterdir()] == ["step_0000000010"]
+    (root / "step_0000000020").touch()
+    save(root, 20)
+    assert newest(root).name == folder_name(20)
 
 
 def test_none_whole_is_an_error_not_a_fresh_start(root):

@@ -121,7 +121,7 @@ def test_a_write_that_fails_is_an_error_of_the_next_meeting(tmp_path, fill_the_d
     checkpoints.save(Live(), Progress(2), config(), {})
     with pytest.raises(
         WriteError,
-        match="step_0000000002.tmp could not be written, with .* GB free there: file write failed; the checkpoint before it is as it was: free",
+        match="step_0000000002.tmp could not be written, with .* free there: file write failed; the checkpoint before it is as it was",
     ):
         checkpoints.save(Live(), Progress(3), config(), {})
     checkpoints.close()
