@@ -30,23 +30,28 @@ def make_model():
 
 @pytest.fixture(scope="session")
 def make_run():
-    """make_run(folder, model, data={}, tokenizer=None, stored=None) -> folder.
+    """make_run(folder, model, data={}, tokenizer=None, stored=None, step=5) -> folder.
 
-    A run folder with one published checkpoint, at step 5, laid out as DeepSpeed's stage 0 leaves it. data: keys of the data section;
+    A run folder with one published checkpoint, laid out as DeepSpeed's stage 0 leaves it. data: keys of the data section;
     stored: the tensors in the checkpoint, by default the model's.
     """
 
     def make(
-        folder: Path, model: LanguageModel, data: dict | None = None, tokenizer: Path | None = None, stored: dict | None = None
+        folder: Path,
+        model: LanguageModel,
+        data: dict | None = None,
+        tokenizer: Path | None = None,
+        stored: dict | None = None,
+        step: int = 5,
     ) -> Path:
         tree = {"run_dir": str(folder), "data": {"path": "d", "seq_len": 32, **(data or {})}, "model": model.config.model_dump()}
         settings = config.build(tree, "test")
-        checkpoint = folder / "checkpoints" / folder_name(5)
+        checkpoint = folder / "checkpoints" / folder_name(step)
         checkpoint.mkdir(parents=True)
         file = checkpoint / "mp_rank_00_model_states.pt"
         torch.save({"module": model.state_dict() if stored is None else stored}, file)
         entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        state = {"version": VERSION, "progress": {"step": 5}, "config": settings.model_dump(mode="json"), "files": {file.name: entry}}
+        state = {"version": VERSION, "progress": {"step": step}, "config": settings.model_dump(mode="json"), "files": {file.name: entry}}
         text = json.dumps(state)
         (checkpoint / "state.json").write_text(text)
         (checkpoint / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")

@@ -38,7 +38,7 @@ def test_dtype_and_kernel_can_be_chosen(run):
 
 def test_what_was_found_is_loaded_though_a_newer_checkpoint_appears(run, make_run, make_model, tmp_path):
     source = weights.find(run[0])
-    newer = make_run(tmp_path / "other", make_model(num_layers=1)) / STEP
+    newer = make_run(tmp_path / "other", make_model(num_layers=1), step=6) / "checkpoints" / folder_name(6)
     newer.rename(run[0] / "checkpoints" / folder_name(6))
     assert equal(weights.load_model(source, "cpu")[0].state_dict(), run[1].state_dict())
     assert weights.find(run[0]).model.num_layers == 1
