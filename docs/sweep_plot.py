@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def along_settings(ax, settings: dict) -> None:
     for n, variant in enumerate(variants):
         places = [(x + 0.06 * (n - len(variants) / 2), found[variant]) for x, found in enumerate(settings.values()) if variant in found]
         xs, colour = [x for x, _ in places], f"C{n // 2}"
-        means, spreads = [v["mean"] for _, v in places], [v["sd"] or 0 for _, v in places]
+        means, spreads = [known(v["mean"]) for _, v in places], [v["sd"] or 0 for _, v in places]
         style = {"color": colour, "linestyle": "-" if variant.startswith("p") else "--", "label": variant}
         ax.errorbar(xs, means, spreads, capsize=2, linewidth=1, **style)
         dots(ax, xs, [v["values"] for _, v in places], colour)
@@ -57,9 +58,14 @@ def along_settings(ax, settings: dict) -> None:
 def along_variants(ax, settings: dict) -> None:
     (found,) = settings.values()
     xs = list(range(len(found)))
-    ax.errorbar(xs, [v["mean"] for v in found.values()], [v["sd"] or 0 for v in found.values()], fmt="o", capsize=3, color="C0")
+    ax.errorbar(xs, [known(v["mean"]) for v in found.values()], [v["sd"] or 0 for v in found.values()], fmt="o", capsize=3, color="C0")
     dots(ax, xs, [v["values"] for v in found.values()], "C1")
     ax.set_xticks(xs, found, rotation=45, ha="right")
+
+
+def known(mean: float | None) -> float:
+    """NaN, of which nothing is drawn, where a run's value was not finite."""
+    return math.nan if mean is None else mean
 
 
 def dots(ax, xs: list[float], values: list[dict], colour: str) -> None:

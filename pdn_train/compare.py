@@ -3,7 +3,7 @@
 What is the same at a seed (the order of the data, and of the initial weights those drawn before the shapes differ, the embedding first)
 cancels in the difference of two runs with that seed, so a pair's interval can be narrower than its members' spreads suggest. Means,
 standard deviations (n - 1), and 95 % intervals of a mean difference by Student's t with n - 1 degrees of freedom: with three seeds 4.3
-standard errors, and no claim of more than that.
+standard errors, and no claim of more than that. A run whose value is NaN makes its variant's numbers and its pairs' NaN.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ def compare(values: dict[str, dict[str, Values]], pairs: list[list[str]], better
 
 def _best(choices: dict[str, Values], better: str) -> dict:
     sign = -1 if better == "lower" else 1
-    choice = max(choices, key=lambda c: (len(choices[c]), sign * statistics.fmean(choices[c].values())))
+
+    def merit(choice: str) -> tuple[int, float]:
+        mean = statistics.fmean(choices[choice].values())
+        return len(choices[choice]), -math.inf if math.isnan(mean) else sign * mean
+
+    choice = max(choices, key=merit)
     return {"choice": choice, "values": choices[choice], **_spread(list(choices[choice].values()))}
 
 
 def _spread(values: list[float]) -> dict:
-    return {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
+    """Both NaN where a value is; `statistics.stdev` fails there."""
+    sd = None if len(values) < 2 else statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    return {"mean": statistics.fmean(values), "sd": sd}
 
 
 def _paired(first: dict[str, float], second: dict[str, float]) -> dict | None:

@@ -16,7 +16,6 @@ second minus first, of the runs with the same seed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import shutil
@@ -33,7 +32,7 @@ from queue import SimpleQueue
 
 from pdn_train.compare import compare, table
 from pdn_train.config import ConfigError
-from pdn_train.files import write_whole
+from pdn_train.files import to_json, write_whole
 from pdn_train.rundir import RunDir
 from pdn_train.signals import REQUEUE
 from pdn_train.sweep_file import Run, Sweep, SweepError, load, require_same_settings, value
@@ -200,7 +199,7 @@ def _act(a: argparse.Namespace) -> int:
         stopped = runner.stopped
     made = summary(sweep, runs)
     root.mkdir(parents=True, exist_ok=True)
-    write_whole(root / "summary.json", (json.dumps(made, indent=2) + "\n").encode())
+    write_whole(root / "summary.json", (to_json(made, indent=2) + "\n").encode())
     write_whole(root / "summary.md", table(made).encode())
     print(table(made))
     return 1 if failed else REQUEUE if stopped else 0

@@ -14,6 +14,7 @@ A sweep file names a configuration and what varies:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -138,15 +139,20 @@ def _differences(run: Run) -> dict[str, str]:
 
 
 def value(sweep: Sweep, run: Run) -> float | None:
-    """The metric after a run's last step; None where it is not done. Raises SweepError where its runs do not measure it."""
+    """The metric after a run's last step, NaN where it was not finite; None where the run is not done.
+
+    Raises SweepError where its runs do not measure it.
+    """
     file = RunDir(run.folder).validation
     lines = file.read_text().splitlines() if file.exists() else []
     entry = parse_line(lines[-1]) if lines else None
     if entry is None or entry.get("step") != run.settings.train.steps:
         return None
-    found = entry
+    found, missing = entry, ""
     for key in sweep.metric.split("/"):
-        found = found.get(key) if isinstance(found, dict) else None
+        found = found.get(key, missing) if isinstance(found, dict) else missing
+    if found is None:
+        return math.nan
     if not isinstance(found, int | float):
         raise SweepError(
             f"metric {sweep.metric} is no number in the last line of {file}, which has {_numbers(entry)}: set it to one of these"

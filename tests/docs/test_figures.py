@@ -31,6 +31,10 @@ def test_a_sweep_of_one_and_of_several_settings(tmp_path):
     whole = draw("sweep_plot.py", str(tmp_path), str(tmp_path / "a.png"))
     parts = draw("sweep_plot.py", str(tmp_path), str(tmp_path / "b.png"), "64 pairs=64x256,64x512", "a=b=64x256")
     assert whole.startswith(b"\x89PNG") and parts.startswith(b"\x89PNG") and parts != whole
+    settings["64x256"]["variants"]["gdn"] |= {"values": {"1": None, "2": 0.5}, "mean": None, "sd": None}  # a run that diverged
+    (tmp_path / "summary.json").write_text(json.dumps({"metric": "loss", "settings": settings}))
+    assert draw("sweep_plot.py", str(tmp_path), str(tmp_path / "d.png")).startswith(b"\x89PNG")
+    assert draw("sweep_plot.py", str(tmp_path), str(tmp_path / "e.png"), "64x256=64x256").startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="'64 pairs=64x1024' has the setting '64x1024'; there are 64x256, 64x512"):
         draw("sweep_plot.py", str(tmp_path), str(tmp_path / "c.png"), "64 pairs=64x1024")
 
@@ -48,8 +52,9 @@ def test_the_recurrences_of_a_model(tmp_path, tiny_shards, recurrence):
 
 
 def test_the_losses_of_a_run(tmp_path):
-    """The last line may be being written."""
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"tokens": {n}, "loss": {9 - n}}}\n' for n in range(3)) + '{"tokens": 4, "lo')
+    """One may not be finite, and the last line may be being written."""
+    entries = "".join(f'{{"tokens": {n}, "loss": {loss}}}\n' for n, loss in enumerate([9, "null", 7]))
+    (tmp_path / "metrics.jsonl").write_text(entries + '{"tokens": 4, "lo')
     assert draw("loss_curve.py", str(tmp_path), str(tmp_path / "a.png")).startswith(b"\x89PNG")
 
 

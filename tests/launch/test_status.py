@@ -99,6 +99,13 @@ def test_states(run, words, state):
     assert status.status(run).state == state
 
 
+def test_a_loss_that_is_not_finite_is_not_shown(run, capsys):
+    entry = {"step": 20, "loss": None, "grad_norm": None, "tokens_per_second": 9.0, "step_seconds": 2.0, "mfu": None}
+    (run / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    assert status.main([str(run)]) == status.main([str(run), str(run)]) == 0
+    assert "loss        -\n" in capsys.readouterr().out
+
+
 def test_a_failed_run_says_how(run, capsys):
     folder = say(run, replace(ME, state="failed", error="ValueError: x"), replace(ME, state="failed"), attempt="7.2")
     claim_first(folder, replace(ME, rank=1, error="OSError: the disk", trace="Traceback ..."))

@@ -107,6 +107,16 @@ def test_a_last_validation_that_a_kill_cut_short_is_none(file):
     for text, wanted in ((whole + "\n", 0.5), (whole[:-3], None), ("5\n", None), ("", None)):
         (runs[0].folder / "validation.jsonl").write_text(text)
         assert sweep.value(made, runs[0]) == wanted
+    (runs[0].folder / "validation.jsonl").write_text(whole.replace("0.5", "null"))
+    assert math.isnan(sweep.value(made, runs[0]))
+
+
+def test_a_run_whose_value_is_not_finite_is_seen():
+    """And is not the best of several choices."""
+    values = {"a": {"low": {"1": math.nan, "2": 1.0}, "high": {"1": 0.1, "2": 0.2}}, "b": {"only": {"1": 0.5, "2": math.nan}}}
+    found = compare(values, [["a", "b"]], "higher")
+    assert found["variants"]["a"]["choice"] == "high" and math.isnan(found["variants"]["b"]["sd"])
+    assert "| b | nan ± nan (2) |" in table({"metric": "m", "better": "higher", "settings": {"s": found}})
 
 
 @pytest.mark.parametrize("line", ["error: model.kernel=triton needs a GPU", "10:00:01 E rank 3: WorldError: no GPU"])
