@@ -7,7 +7,8 @@ RUN is a run folder (its newest whole checkpoint), a checkpoint folder or anothe
 
     model.safetensors     every parameter and buffer by its name in the model; parameters are the fp32 masters. With --max-shard-size:
                           model-00001-of-0000N.safetensors and model.safetensors.index.json, which says what lies where
-    config.yaml           the model section, and of the data section what the model is used to: seq_len and reset_at_documents
+    config.yaml           the model section, and of the data section what the model is used to, seq_len and reset_at_documents, and
+                          val_path as the run names it, which `pdn_train.evaluate` uses where such a folder is
     tokenizer.model       the run's tokenizer, where it has one
 
 With --format fla the weights have flash-linear-attention's names and config.json says which of its classes they are for
@@ -164,7 +165,7 @@ def _config_text(source: Source) -> str:
 
 
 def _data(source: Source) -> dict:
-    return {key: source.data[key] for key in ("seq_len", "reset_at_documents") if key in source.data}
+    return {key: source.data[key] for key in interchange.DATA if source.data.get(key) is not None}
 
 
 def add_shard_size(parser: argparse.ArgumentParser) -> None:

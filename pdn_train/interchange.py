@@ -46,6 +46,7 @@ from torch import Tensor
 from pdn_train.config import ModelConfig
 from pdn_train.model import LanguageModel
 
+DATA = ("seq_len", "reset_at_documents", "val_path")  # keys of the data section that go with a model
 NO_DECAY = -1000.0
 
 MODEL = {"embedding.weight": "model.embeddings.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
@@ -225,7 +226,7 @@ def fields(model: ModelConfig) -> dict:
 
 
 def to_json(model: ModelConfig, data: dict, end: int | None, begin: int | None) -> dict:
-    """config.json as a tree. end, begin: the tokenizer's ids; data: seq_len and reset_at_documents of the run, as far as known."""
+    """config.json as a tree. end, begin: the tokenizer's ids; data: of the run, those of DATA that are known."""
     settings = {"recurrence": model.recurrence, "tie_gates": model.tie_gates} | data
     length = {"max_position_embeddings": data["seq_len"]} if "seq_len" in data else {}
     return fields(model) | length | {"bos_token_id": begin, "eos_token_id": end, "dtype": "float32", "pdn_train": settings}
@@ -264,7 +265,7 @@ def from_json(tree: dict) -> tuple[ModelConfig, dict]:
         if key != "architectures" and (key not in tree or tree[key] != value):
             raise InterchangeError(f"{key}={tree.get(key)!r} in config.json: this project's {recurrence} has {value!r}")
     length = {"seq_len": tree["max_position_embeddings"]} if "max_position_embeddings" in tree else {}
-    return model, length | {key: own[key] for key in ("seq_len", "reset_at_documents") if key in own}
+    return model, length | {key: own[key] for key in DATA if key in own}
 
 
 def _mlp_size(tree: dict) -> int:

@@ -23,7 +23,7 @@ from pdn_train.shards import Shards
 from pdn_train.telling import Tally, counted, silent
 from pdn_train.tokenizer import Tokenizer
 
-PAIRS = 64  # of mqar, where neither the run nor the command names a number
+PAIRS = 64  # of mqar, where neither the run nor the command names a number, or as many as fit
 PROSE_TOKENS = 200_000  # of the shards, where no text is named
 
 
@@ -62,7 +62,7 @@ class Options:
     device: str | torch.device = "cpu"
     kernel: str | None = None  # None: that of the model's configuration
     lengths: tuple[int, ...] = ()  # tokens; none: the run's seq_len (mqar), 512 to 8192 (niah)
-    pairs: int | None = None  # of mqar; None: the run's data.mqar_pairs, or 64
+    pairs: int | None = None  # of mqar; None: the run's data.mqar_pairs, or 64, or as many as fit
     prose: str | None = None  # a text file for niah_2 and niah_3; None: the text of the shards
     seed: int = 0  # of niah's prompts; mqar's examples are those held out from the run
     harness_tasks: tuple[str, ...] = ()
@@ -125,12 +125,13 @@ def recall(subject: Subject, options: Options) -> dict:
 def recall_lengths(subject: Subject, options: Options) -> tuple[int, tuple[int, ...]]:
     """The pairs and lengths of task mqar. Raises EvaluationError and MqarError where there are none or they do not go together."""
     settings = subject.settings
-    pairs = options.pairs or settings.get("mqar_pairs") or PAIRS
     lengths = options.lengths or ((settings["seq_len"],) if "seq_len" in settings else ())
     if not lengths:
         raise EvaluationError(f"{subject.name} has no data.seq_len: name the examples' lengths with --lengths")
+    vocab = subject.model.config.vocab_size
+    pairs = options.pairs or settings.get("mqar_pairs") or max(1, min(PAIRS, min(lengths) // 4, vocab // 2 - 1))
     for length in lengths:
-        mqar.check(pairs, length, subject.model.config.vocab_size, "--pairs", "--lengths")
+        mqar.check(pairs, length, vocab, "--pairs", "--lengths")
     return pairs, lengths
 
 
@@ -208,6 +209,8 @@ def _shards(subject: Subject, options: Options) -> str:
     folder = options.data or subject.settings.get("val_path")
     if folder is None:
         raise EvaluationError(f"{subject.name} has no data.val_path; name a folder of shards with --data")
+    if options.data is None and not Path(folder).is_dir():
+        raise EvaluationError(f"{subject.name} has data.val_path={folder}, which is not a folder here; name one of shards with --data")
     return folder
 
 

@@ -51,7 +51,7 @@ class Source:
     folder: Path
     format: Literal["checkpoint", "safetensors", "fla"]
     model: ModelConfig
-    data: dict  # the data section of its configuration; an export has seq_len and reset_at_documents of it
+    data: dict  # the data section of its configuration; an export has `interchange.DATA` of it
     tokenizer: Path | None
 
     def weights(self) -> dict[str, Tensor]:

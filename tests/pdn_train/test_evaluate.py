@@ -194,10 +194,35 @@ def test_mqar_on_what_the_run_was_trained_on_and_on_other_lengths(tmp_path, make
     assert "2 pairs need an even length of at least 8 tokens, not 6: set --lengths so, or lower --pairs to 1" in capsys.readouterr().err
 
 
-def test_mqar_on_a_model_of_language_has_64_pairs(run, capsys):
-    arguments = ["--tasks", "mqar", "--lengths", "256", "--samples", "1", "--device", "cpu"]
+@pytest.mark.parametrize("lengths, pairs", [("256,512", 64), ("256,96", 24), ("", 12)])
+def test_mqar_on_a_model_of_language_has_64_pairs_or_what_fits(run, capsys, lengths, pairs):
+    arguments = ["--tasks", "mqar", "--lengths", lengths, "--samples", "1", "--device", "cpu"]
     assert evaluate.main([str(run[0]), *arguments]) == 0
-    assert json.loads(capsys.readouterr().out)["mqar"]["pairs"] == 64
+    assert json.loads(capsys.readouterr().out)["mqar"]["pairs"] == pairs
+
+
+def test_mqar_on_a_small_vocabulary_has_the_pairs_that_it_has_keys_for(tmp_path, make_run, make_model):
+    folder = make_run(tmp_path / "run", make_model(vocab_size=16), {"seq_len": 64})
+    assert evaluate.evaluate(folder, ["mqar"], Options(samples=1))["mqar"]["pairs"] == 7
+
+
+@pytest.mark.parametrize("format", ["safetensors", "fla"])
+def test_an_export_is_evaluated_on_what_its_run_was_where_that_is(run, tmp_path, tiny_shards, make_run, capsys, format):
+    export.export(run[0], tmp_path / "out", format=format)
+    assert evaluate.main([str(tmp_path / "out"), "--samples", "2", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["ppl"]["data"] == str(tiny_shards / "val")
+    gone = make_run(tmp_path / "other", run[1], {"val_path": "gone/val"}, tiny_shards / "tokenizer.model")
+    export.export(gone, tmp_path / "moved", format=format)
+    for place in (gone, tmp_path / "moved"):
+        assert evaluate.main([str(place), "--device", "cpu"]) == 1
+        assert "has data.val_path=gone/val, which is not a folder here; name one of shards with --data" in capsys.readouterr().err
+    assert evaluate.main([str(tmp_path / "moved"), "--samples", "2", "--device", "cpu", "--data", str(tiny_shards / "val")]) == 0
+
+
+def test_what_is_not_finite_is_null(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TASKS, "ppl", lambda subject, options: {"loss": 800.0, "perplexity": math.inf})
+    assert evaluate.main([str(run[0]), "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["ppl"] == {"loss": 800.0, "perplexity": None}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +230,7 @@ def test_mqar_on_a_model_of_language_has_64_pairs(run, capsys):
     [
         ("256", r"error: niah_1 needs a length of at least \d+ tokens, 128 of them for the answer, not 256: set --lengths so"),
         ("480,256", r"not 256: set --lengths so"),
-        ("255", r"error: 64 pairs need an even length of at least 256 tokens, not 255: set --lengths so"),
+        ("255", r"error: 63 pairs need an even length of at least 252 tokens, not 255: set --lengths so"),
     ],
 )
 def test_lengths_are_refused_before_any_task_runs(run, monkeypatch, capsys, lengths, message):
