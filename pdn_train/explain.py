@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-# what others call keys; * stands for the section it was found in
+# what others call keys; * stands for the section it was found in, or where that has no such key, for every one that has
 MEANT = {
     "batch_size": ("train.micro_batch", "train.global_batch"),
     "context_length": ("data.seq_len",),
@@ -23,7 +24,10 @@ MEANT = {
     "n_layers": ("model.num_layers",),
     "output_dir": ("run_dir",),
     "seq_length": ("data.seq_len",),
+    "sp": ("parallel.sequence",),
 }
+ALIKE = 0.6  # likeness (`_likeness`) from which a key of the same section may have been meant
+MUCH_ALIKE = 0.8  # ... of another section
 
 
 def explain(error: ValidationError, every: list[str]) -> str:
@@ -71,16 +75,19 @@ def _nearest(location: tuple, every: list[str]) -> list[str]:
     *sections, name = [str(part) for part in location]
     prefix = ".".join(sections) + "." if sections else ""
     for known in difflib.get_close_matches(name, MEANT, n=1, cutoff=0.85):
-        meant = [key.replace("*.", prefix) for key in MEANT[known]]
-        if all(key in every for key in meant):
-            return meant
+        return [key for pattern in MEANT[known] for key in _matching(pattern, prefix, every)]
     own = {key for key in every if key.startswith(prefix) and key.count(".") == len(sections)}
     sought = every if sections else [*every, *dict.fromkeys(key.split(".")[0] for key in every if "." in key)]
     scores = {key: (_likeness(name, key), key in own) for key in sought}
-    best = max(scores.values())
-    if best[0] >= 0.6:
-        return [key for key in sought if scores[key] == best][:3]
+    near = {key: score for key, score in scores.items() if score[0] >= (ALIKE if key in own else MUCH_ALIKE)}
+    if near:
+        return [key for key in near if near[key] == max(near.values())][:3]
     return difflib.get_close_matches(prefix + name, sorted(own), n=1, cutoff=0.5) if sections else []
+
+
+def _matching(pattern: str, prefix: str, every: list[str]) -> list[str]:
+    own = pattern.replace("*.", prefix)
+    return [own] if own in every else fnmatch.filter(every, pattern)
 
 
 def _likeness(name: str, key: str) -> float:
