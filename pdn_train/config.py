@@ -30,14 +30,21 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Count = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
+LARGEST = 2**63 - 1  # that a tensor of int64, a seed of torch and a file's offset can have
+Count = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=LARGEST)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, tree: Any) -> Any:
+        """A section without keys, all of them commented out, say, is null to YAML: it has its defaults."""
+        return {} if tree is None else tree
 
 
 class ModelConfig(Section):
@@ -418,7 +425,9 @@ def _override(tree: dict, item: str) -> None:
         raise ConfigError(f"'{item}' on the command line is not of the form section.key=value")
     *sections, name = key.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(f"'{item}' on the command line: {section} is a value, not a section")
     tree[name] = parse(f"value: {text}", f"'{item}' on the command line")["value"]

@@ -107,6 +107,18 @@ def test_bad_overrides(write, item, said):
         load(write(), [item])
 
 
+@pytest.mark.parametrize("text, items", [("launch:", []), ("launch: ~", []), ("launch:", ["launch.nodes=2"]), ("", ["launch=null"])])
+def test_a_section_without_keys_has_its_defaults(text, items, write):
+    assert load(write(MINIMAL + text), items) == load(write(), [item for item in items if item != "launch=null"])
+
+
+def test_an_integer_fits_int64(write):
+    assert load(write(), [f"train.seed={2**63 - 1}"]).train.seed == 2**63 - 1
+    for value in ("9223372036854775808", "99999999999999999999", "1e30"):
+        with pytest.raises(ConfigError, match=r"train\.seed=.*less than or equal to 9223372036854775807"):
+            load(write(), [f"train.seed={value}"])
+
+
 def test_an_override_has_the_suggestion_too(write):
     for item, meant in (("activation_checkpoint=block", "train.activation_checkpoint"), ("train.zero_stage=7", "parallel.zero")):
         with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
