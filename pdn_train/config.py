@@ -410,8 +410,8 @@ def parse(text: str, source: str) -> dict:
         tree = yaml.load(text, Loader=yaml12.Loader)  # noqa: S506 - a SafeLoader subclass
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except (ValueError, KeyError) as error:  # of a tag, as in !!int abc
-        raise ConfigError(f"{source}: a value is not of the type of its tag: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: lists or mappings stand in each other hundreds deep; no key takes such a value") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

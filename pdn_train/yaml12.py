@@ -10,9 +10,16 @@ import yaml
 class Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's core numbers and booleans, refusing duplicate keys."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # what the constructors raise of !!int abc, !!int "" and !!timestamp abc
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {node.value!r} is no {tag}; mend it or leave the tag out") from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.YAMLError(
                     f"line {key_node.start_mark.line + 1}: a key is a name, not a list or a mapping; quote a value with braces"

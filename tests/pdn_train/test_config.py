@@ -85,12 +85,16 @@ REFUSED = [
     ("a: [1", ["x.yaml"]),
     ("a: {{ run }}", ["x.yaml", "line 1", "quote"]),
     ("? [a]", ["x.yaml", "line 1"]),
-    ("a: !!int abc", ["x.yaml", "abc"]),
-    ("a: !!bool abc", ["x.yaml", "abc"]),
+    ("a: !!int abc", ["x.yaml: line 1: 'abc' is no !!int"]),
+    ("a: !!bool abc", ["x.yaml: line 1: 'abc' is no !!bool"]),
+    ("a: !!int ''", ["x.yaml: line 1: '' is no !!int"]),
+    ("a: !!timestamp abc", ["x.yaml: line 1: 'abc' is no !!timestamp"]),
+    ("a: !!map abc", ["x.yaml", "mapping"]),
+    ("a: " + "[" * 1000, ["x.yaml", "hundreds deep"]),
 ]
 
 
-@pytest.mark.parametrize("text, said", REFUSED, ids=[text for text, _ in REFUSED])
+@pytest.mark.parametrize("text, said", REFUSED, ids=[text[:60] for text, _ in REFUSED])
 def test_refused_with_key_value_and_way_out(write, text, said):
     with pytest.raises(ConfigError) as caught:
         whole = text.startswith(("[", "a:", "?"))
