@@ -200,19 +200,20 @@ class Journal:
             print(f"warning: cannot lock {self.path} ({error.strerror}); run one preparation at a time there", file=sys.stderr)
 
     def _read(self, identity: dict) -> None:
-        """Take up the state; cut off a last line that a kill left incomplete. Before the first commit the identity may still change."""
+        """Take up the state; cut off a last line that a kill left incomplete. Before the first document the identity may still change."""
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
-        if len(lines) < 2:
+        begun, *commits = map(json.loads, lines or [b"null"])
+        if begun != identity and not any(_has_documents(commit) for commit in commits):
             self._file.truncate(0)
             self._append(identity)
             return
-        _compare(json.loads(lines[0]), identity, self.path.parent)
-        for line in lines[1:]:
-            self._take(json.loads(line))
+        _compare(begun, identity, self.path.parent)
+        for commit in commits:
+            self._take(commit)
 
     def _take(self, commit: dict) -> None:
         self.place = Place(*commit["place"])
@@ -226,6 +227,10 @@ class Journal:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _has_documents(commit: dict) -> bool:
+    return any(state["ended"] or state["open"]["documents"] for state in commit["writers"].values())
 
 
 def _compare(begun: dict, now: dict, folder: Path) -> None:

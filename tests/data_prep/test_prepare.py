@@ -515,6 +515,15 @@ def test_a_wrong_text_field_can_be_put_right(tiny_tokenizer, tmp_path, capsys):
     assert _run(tmp_path / "out", [tmp_path / "a.parquet"], tiny_tokenizer, "--text-field", "content") == 0
 
 
+def test_a_wrong_text_field_can_be_put_right_while_every_record_was_bad(tiny_tokenizer, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b'{"content": "good text"}\n' * 4)
+    for _ in range(2):  # the same command judges the same records, once
+        assert _run(tmp_path / "out", [tmp_path / "a.jsonl"], tiny_tokenizer) == 1
+        assert "4 of 4 records are bad (4 no text)" in capsys.readouterr().err
+    assert _run(tmp_path / "out", [tmp_path / "a.jsonl"], tiny_tokenizer, "--text-field", "content") == 0
+    assert "4 documents" in (said := capsys.readouterr().out) and "bad records: 0 of 4" in said
+
+
 @pytest.mark.parametrize("output", ["file", "file/below"])
 def test_an_output_that_cannot_be_written_is_named(output, corpus, tiny_tokenizer, tmp_path, capsys):
     (tmp_path / "file").touch()
