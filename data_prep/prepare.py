@@ -206,7 +206,10 @@ class Journal:
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
-        begun, *commits = map(json.loads, lines or [b"null"])
+        try:
+            begun, *commits = map(json.loads, lines or [b"null"])
+        except ValueError as error:  # of the JSON or of its UTF-8
+            raise PrepareError(f"{self.path} is damaged ({error}); remove {self.path.parent} and prepare the data again") from None
         if begun != identity and not any(_has_documents(commit) for commit in commits):
             self._file.truncate(0)
             self._append(identity)

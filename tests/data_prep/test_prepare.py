@@ -524,6 +524,16 @@ def test_a_wrong_text_field_can_be_put_right_while_every_record_was_bad(tiny_tok
     assert "4 documents" in (said := capsys.readouterr().out) and "bad records: 0 of 4" in said
 
 
+@pytest.mark.parametrize("byte", [b"\0", b"\xff"])
+def test_a_damaged_journal_is_named(byte, corpus, tiny_tokenizer, tmp_path, capsys):
+    assert _run(tmp_path / "out", [corpus], tiny_tokenizer) == 0
+    journal = tmp_path / "out" / prepare.JOURNAL
+    journal.write_bytes(byte + journal.read_bytes()[1:])
+    assert _run(tmp_path / "out", [corpus], tiny_tokenizer) == 1
+    error = capsys.readouterr().err
+    assert f"error: {journal} is damaged (" in error and f"remove {tmp_path / 'out'} and prepare the data again" in error
+
+
 @pytest.mark.parametrize("output", ["file", "file/below"])
 def test_an_output_that_cannot_be_written_is_named(output, corpus, tiny_tokenizer, tmp_path, capsys):
     (tmp_path / "file").touch()
