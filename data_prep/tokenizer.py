@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import heapq
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -45,10 +46,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
+        _make_room(arguments.output)
         texts = sample(inputs, arguments.text_field, arguments.sample_bytes)
         tokenizer = train(texts, arguments.vocab_size, arguments.output)
     except (InputError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of the inputs it would be an InputError
+        print(f"error: cannot write {arguments.output}: {error}; mend that, or name another file with --output", file=sys.stderr)
         return 1
     text_bytes, tokens = sum(len(text.encode()) for text in texts), sum(len(tokenizer.encode(text)) for text in texts)
     print(
@@ -56,6 +61,15 @@ def main(argv: list[str] | None = None) -> int:
         f"{tokens / text_bytes:.4f} tokens per byte"
     )
     return 0
+
+
+def _make_room(output: Path) -> None:
+    """The output's folder. Raises OSError where the output cannot be a file: known before a training of minutes."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.is_dir():
+        raise IsADirectoryError("it is a folder")
+    if not os.access(output.parent, os.W_OK):
+        raise PermissionError(f"{output.parent} is read-only")
 
 
 def sample(inputs: list[FileInput], text_field: str, sample_bytes: int) -> list[str]:
@@ -103,7 +117,6 @@ def train(texts: Iterable[str], vocab_size: int, output: Path) -> Tokenizer:
         raise TokenizerError(
             f"cannot train {vocab_size} pieces on this text: {_sentence(error)}; choose another --vocab-size or more text"
         ) from None
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, model.getvalue())
     tokenizer = Tokenizer.load(output)
     tokenizer.check_lossless()

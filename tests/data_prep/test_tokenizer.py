@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from data_prep import tokenizer as training
 from data_prep.inputs import find_inputs
 from pdn_train.tokenizer import Tokenizer
@@ -38,6 +40,17 @@ def test_the_sample_is_bounded_and_drawn_from_all_inputs(documents, tmp_path):
     assert 0.3 < sum(text.startswith("0") for text in texts) / len(texts) < 0.7
     assert texts == training.sample(inputs[::-1], "text", 40_000)
     assert sorted(training.sample(inputs, "text", 10**9)) == sorted(f"{n} {text}" for n in range(2) for text in documents)
+
+
+@pytest.mark.parametrize(
+    "output, reason", [("", "it is a folder"), ("a.txt/t.model", "File exists"), ("a.txt/b/t.model", "Not a directory")]
+)
+def test_an_output_that_cannot_be_written_is_named_before_the_training(output, reason, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trained"))
+    assert training.main([str(tmp_path / "a.txt"), "--vocab-size", "300", "--output", str(tmp_path / output)]) == 1
+    error = capsys.readouterr().err
+    assert f"error: cannot write {tmp_path / output}: " in error and reason in error and "name another file with --output" in error
 
 
 def test_faults_are_errors_with_a_way_out(tmp_path, capsys):
