@@ -9,7 +9,7 @@ timing or restarts.
 A journal, DIR/prepare.journal, starts with the options and gets one line a commit: how far the inputs are consumed, the shards that
 ended, the length of the open one, the bad records since. Commits happen every COMMIT_SECONDS and when a shard ends; a killed run, given
 the same command, goes on from the last one. The manifest comes last. With other options, inputs or tokenizer the command stops and names
-the difference.
+the difference, unless no document was written yet: then it starts anew.
 
 Bad records (unreadable, broken JSON, invalid UTF-8, no or empty text) are left out, counted, named with file and line, and kept in the
 journal. More than `--max-bad` of all records end the run with an error: at its end, or, past EARLY records, where
