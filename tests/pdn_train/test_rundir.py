@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -241,6 +242,24 @@ def test_the_snapshot_of_another_user_s_checkout(tmp_path, monkeypatch, caplog):
     (root / ".git" / "index").write_text("garbage")
     caplog.set_level(logging.INFO)
     assert rundir._names(root) == [] and "index file" in caplog.text
+
+
+def test_a_git_that_takes_no_word_on_the_command_line_for_another_user_s_checkout(tmp_path, monkeypatch):
+    """Before 2.38, `-c safe.directory` was passed over. The checkout is a second working tree, whose .git is a file."""
+    (first := tmp_path / "first").mkdir()
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    (first / "a.py").touch()
+    for command in (["init", "-q"], ["add", "a.py"], [*who, "commit", "-q", "-m", "a"], ["worktree", "add", "-q", tmp_path / "second"]):
+        subprocess.run(["git", *command], cwd=first, check=True, capture_output=True)
+    (old := tmp_path / "bin" / "git").parent.mkdir()
+    old.write_text(f'#!/bin/sh\n[ "$1" = -c ] && shift 2\nexec {shutil.which("git")} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    (tmp_path / "second" / "a.py").write_text("changed")
+    for root in (first, tmp_path / "second"):
+        assert rundir._names(root) == ["a.py"]
+        assert (rundir.git(root, "status", "--porcelain", "-uno") == "") == (root == first)
 
 
 def test_the_record_can_be_written_twice(run_dir, tmp_path):
