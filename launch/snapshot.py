@@ -28,16 +28,15 @@ class Submission:
         """Take the next free number below run_dir and fill its folder. Raises RunDirError where run_dir cannot be written."""
         run_dir = RunDir(Path(config.run_dir).absolute())
         run_dir.create()
-        run_dir.submissions.mkdir(exist_ok=True)
-        folder = _next_folder(run_dir.submissions)
-        submission = cls(folder)
-        facts = {"command": command, "time": time.time(), "host": socket.gethostname(), **_commit(ROOT)}
-        write_whole(folder / "submission.json", json.dumps(facts, indent=1).encode())
-        write_whole(submission.config_file, dump(config).encode())
-        snapshot_code(ROOT, submission.code)
+        with run_dir.writing():
+            run_dir.submissions.mkdir(exist_ok=True)
+            submission = cls(_next_folder(run_dir.submissions))
+            facts = {"command": command, "time": time.time(), "host": socket.gethostname(), **_commit(ROOT)}
+            write_whole(submission.folder / "submission.json", json.dumps(facts, indent=1).encode())
+            write_whole(submission.config_file, dump(config).encode())
+            snapshot_code(ROOT, submission.code)
         if not run_dir.config.exists():  # so that a run that waits for its turn can be looked at; the job writes both again when it starts
-            write_whole(run_dir.config, dump(config).encode())
-            snapshot_code(ROOT, run_dir.code)
+            run_dir.record(dump(config), None)
         return submission
 
     @property

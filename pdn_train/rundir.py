@@ -16,6 +16,7 @@ then the file's own age decides (`_is_old`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,10 @@ log = logging.getLogger(__name__)
 
 class RunDirError(RuntimeError):
     """The run folder cannot be used; the message says why and what to do."""
+
+
+class UnwritableError(RunDirError):
+    """The disk of the run folder is full or fails, which may be over at the next start."""
 
 
 class GitError(RuntimeError):
@@ -102,32 +108,42 @@ class RunDir:
         if not self.path.is_dir() and os.path.lexists(self.path):
             what = f"a link to {os.readlink(self.path)}, which is no folder" if self.path.is_symlink() else "a file"
             raise RunDirError(f"run_dir={self.path} is {what}; choose another run_dir, or remove it")
-        try:
+        with self.writing():
             prove_writable(self.path)
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunDirError(
-                f"run_dir={self.path} cannot be written ({error.strerror}); choose another run_dir or mend its rights"
-            ) from error
 
     def record(self, config: str, tokenizer: Path | None) -> None:
-        """Write what the run is made of: the configuration, the code, the tokenizer of its shards."""
-        write_whole(self.config, config.encode())
-        if tokenizer is not None:
-            write_whole(self.tokenizer, tokenizer.read_bytes())
-        snapshot_code(Path(__file__).resolve().parent.parent, self.code)
+        """Write what the run is made of: the configuration, the code, the tokenizer of its shards. Raises RunDirError on a full disk."""
+        with self.writing():
+            write_whole(self.config, config.encode())
+            if tokenizer is not None:
+                write_whole(self.tokenizer, tokenizer.read_bytes())
+            snapshot_code(Path(__file__).resolve().parent.parent, self.code)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Makes a fault of the disk inside a RunDirError that names the folder: an UnwritableError where nobody's rights are amiss."""
+        try:
+            yield
+        except OSError as error:
+            way_out = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend its rights"
+            kind = RunDirError if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError) else UnwritableError
+            raise kind(f"run_dir={self.path} cannot be written ({error.strerror or error}); choose another run_dir or {way_out}") from error
 
 
 def snapshot_code(root: Path, target: Path) -> None:
     """Copy the files that git tracks below `root`, as they are now; of a snapshot, all; outside both, the packages' Python files."""
     aside = target.with_name(f".code-{uuid.uuid4().hex}")
-    for name in _names(root):
-        if (root / name).is_file():
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, aside / name)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    try:
+        for name in _names(root):
+            if (root / name).is_file():
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, aside / name)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # where the disk was too full for it
 
 
 def _names(root: Path) -> list[str]:
@@ -176,7 +192,12 @@ class Lease:
         self.lost: str | None = None  # set by the thread when another job has taken the folder
 
     def acquire(self) -> None:
-        """Take the folder. Raises RunDirError naming the owner where another job holds it."""
+        """Take the folder. Raises RunDirError naming the owner where another job holds it, or what keeps it from being written."""
+        with RunDir(self._file.parent).writing():
+            self._take()
+        self._renewal.start()
+
+    def _take(self) -> None:
         deadline = time.monotonic() + DYING_SECONDS
         while (owner := _read_lease(self._file)) is not None and not self._may_replace(owner) and time.monotonic() < deadline:
             time.sleep(0.1)  # an owner that was just killed may still be writing its last block
@@ -190,7 +211,6 @@ class Lease:
                 )
             self._remove(owner)
         self._create()
-        self._renewal.start()
 
     def __enter__(self) -> Lease:
         return self
@@ -226,15 +246,15 @@ class Lease:
 
     def _create(self) -> None:
         aside = self._file.with_name(f".lease-{uuid.uuid4().hex}")
-        aside.write_text(self._text())
         try:
+            aside.write_text(self._text())
             os.link(aside, self._file)  # fails where the file exists: two jobs that start together cannot both get it
         except FileExistsError:
             raise RunDirError(
                 f"{self._file.parent} was taken by another job just now; use another run_dir, or wait until it ends"
             ) from None
         finally:
-            aside.unlink()
+            aside.unlink(missing_ok=True)
 
     def _text(self) -> str:
         return json.dumps({**self._me, "time": time.time()})

@@ -40,7 +40,7 @@ from pdn_train.nodecheck import NodeError, check_nodes
 from pdn_train.profiling import Profiler
 from pdn_train.readable import data_faults, open_all, tell_faults
 from pdn_train.resume import newest_whole, require_same_run, restore
-from pdn_train.rundir import Lease, RunDir, RunDirError
+from pdn_train.rundir import Lease, RunDir, RunDirError, UnwritableError
 from pdn_train.saving import Checkpoints, WriteError, require_space
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest, leave
@@ -222,7 +222,7 @@ EXPECTED = (
 
 
 # Of these, what another rank says for itself, what another node may not have, and what may work once more
-ELSEWHERE = (Disagreement, NodeError, WriteError)
+ELSEWHERE = (Disagreement, NodeError, UnwritableError, WriteError)
 
 
 DRY_RUN = "print parameters, FLOPs, memory, tokens and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"

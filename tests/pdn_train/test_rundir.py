@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ import pytest
 
 from pdn_train import rundir
 from pdn_train.files import write_whole
-from pdn_train.rundir import Lease, RunDir, RunDirError, snapshot_code
+from pdn_train.rundir import Lease, RunDir, RunDirError, UnwritableError, snapshot_code
 
 HOLD = """
 import sys, time
@@ -202,6 +203,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         RunDir(tmp_path / "link").create()
     with pytest.raises(RunDirError, match="file is a file"):
         RunDir(tmp_path / "file").create()
+
+
+def test_a_disk_that_is_full_when_the_run_starts(run_dir, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    named = re.escape(f"run_dir={run_dir.path} cannot be written (No space left on device); choose another run_dir or free some space")
+    left = sorted(run_dir.path.iterdir())
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UnwritableError, match=named):
+        Lease(run_dir, None).acquire()
+    assert sorted(run_dir.path.iterdir()) == left
+    monkeypatch.setattr(rundir.shutil, "copy2", full)
+    with pytest.raises(UnwritableError, match=named):
+        run_dir.record("a: 1\n", None)
+    assert sorted(run_dir.path.iterdir()) == [*left[:1], run_dir.config, *left[1:]]
 
 
 def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
