@@ -20,7 +20,7 @@ from pathlib import Path
 
 from launch.requeue import read_endings
 from launch.snapshot import Submission, submissions
-from pdn_train.checkpoint import COMPLETE, folders, step_of
+from pdn_train.checkpoint import folders, is_marked, step_of
 from pdn_train.config import ConfigError, load
 from pdn_train.files import parse_line
 from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
@@ -190,8 +190,8 @@ def _last_line(file: Path) -> dict:
 
 
 def _newest_checkpoint(root: Path) -> Path | None:
-    """By its mark; whether every file is what it was is checked when it is loaded."""
-    return next((folder for folder in folders(root) if (folder / COMPLETE).exists()), None)
+    """By its mark and name; whether every file is what it was is checked when it is loaded."""
+    return next((folder for folder in folders(root) if is_marked(folder)), None)
 
 
 def _finished(words: list[Word], logged: int | None, checkpoint: Path | None) -> int | None:

@@ -100,14 +100,28 @@ def read_state(folder: Path, published: bool = True) -> tuple[dict | None, str |
                 f"{STATE} is of version {state.get('version')}, this code reads {VERSION}: go on with the code that wrote it, "
                 "a copy of which is code/ in its run folder"
             )
-        step = state["progress"]["step"]
-        if folder.name[5:].isdecimal() and folder.name.startswith("step_") and step_of(folder) != step:
-            return None, f"{STATE} is of step {step}: a copy under another step's name"
+        if _is_misnamed(folder, state):
+            return None, f"{STATE} is of step {state['progress']['step']}: a copy under another step's name"
         return state, None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
     except (OSError, ValueError) as error:
         return None, f"{STATE} cannot be read ({error})"
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether it passes for a checkpoint at a glance, by its mark, and is no copy under another step's name; its files are not read."""
+    if not (folder / COMPLETE).exists():
+        return False
+    try:
+        return not _is_misnamed(folder, json.loads((folder / STATE).read_bytes()))
+    except (OSError, ValueError):
+        return True  # its damage is met and told where it is loaded
+
+
+def _is_misnamed(folder: Path, state: dict) -> bool:
+    """Whether the folder's number, where it has one, is another than its state's step."""
+    return folder.name.startswith("step_") and folder.name[5:].isdecimal() and step_of(folder) != state["progress"]["step"]
 
 
 def damage(folder: Path, files: dict[str, dict]) -> str | None:
