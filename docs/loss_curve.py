@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -12,11 +11,13 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+from pdn_train.files import parse_line  # noqa: E402
+
 
 def read(file: Path) -> list[dict]:
-    """Its whole lines: the last one may be being written."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """Its whole entries: the last line may be being written, and what is none of a run's is passed over. A loss may be null."""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return [entry for line in lines if (entry := parse_line(line)) is not None and {"tokens", "loss"} <= entry.keys()]
 
 
 def main(run_dir: str, out: str, unigram: float | None = None) -> None:

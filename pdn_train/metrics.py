@@ -209,7 +209,7 @@ def cut_back(run_dir: RunDir, step: int) -> None:
 def _is_up_to(line: str, step: int) -> bool:
     """Whether a line is whole, and of a step that is kept. What is no entry of ours goes."""
     entry = parse_line(line)
-    return entry is not None and isinstance(entry.get("step"), int) and entry["step"] <= step
+    return entry is not None and type(entry.get("step")) is int and entry["step"] <= step
 
 
 def memory_gib(device: torch.device) -> float:

@@ -132,7 +132,7 @@ def require_same_settings(runs: list[Run]) -> None:
 
 def _differences(run: Run) -> dict[str, str]:
     run_dir = RunDir(run.folder)
-    if not run_dir.config.exists() or not run_dir.validation.exists() or not run_dir.validation.read_text().strip():
+    if not run_dir.config.exists() or not run_dir.validation.exists() or not run_dir.validation.read_bytes().strip():
         return {}
     found = differences(run_dir.config, run.settings)
     return {key: text for key, text in found.items() if key not in run.settings.resume.allow}
@@ -144,7 +144,7 @@ def value(sweep: Sweep, run: Run) -> float | None:
     Raises SweepError where its runs do not measure it.
     """
     file = RunDir(run.folder).validation
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     entry = parse_line(lines[-1]) if lines else None
     if entry is None or entry.get("step") != run.settings.train.steps:
         return None

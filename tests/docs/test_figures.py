@@ -52,10 +52,12 @@ def test_the_recurrences_of_a_model(tmp_path, tiny_shards, recurrence):
 
 
 def test_the_losses_of_a_run(tmp_path):
-    """One may not be finite, and the last line may be being written."""
+    """One may not be finite, the last line may be being written, and a line may be none of the run's."""
     entries = "".join(f'{{"tokens": {n}, "loss": {loss}}}\n' for n, loss in enumerate([9, "null", 7]))
-    (tmp_path / "metrics.jsonl").write_text(entries + '{"tokens": 4, "lo')
+    (tmp_path / "metrics.jsonl").write_bytes(entries.encode() + b'\xff\n{"a": 1}\n{"tokens": 4, "lo')
     assert draw("loss_curve.py", str(tmp_path), str(tmp_path / "a.png")).startswith(b"\x89PNG")
+    (tmp_path / "metrics.jsonl").write_text(entries)
+    assert draw("loss_curve.py", str(tmp_path), str(tmp_path / "b.png")) == (tmp_path / "a.png").read_bytes()
 
 
 @pytest.mark.parametrize("script", ["loss_curve.py", "sweep_plot.py", "op_times.py", "health_figures.py"])

@@ -107,6 +107,8 @@ def test_a_last_validation_that_a_kill_cut_short_is_none(file):
     for text, wanted in ((whole + "\n", 0.5), (whole[:-3], None), ("5\n", None), ("", None)):
         (runs[0].folder / "validation.jsonl").write_text(text)
         assert sweep.value(made, runs[0]) == wanted
+    (runs[0].folder / "validation.jsonl").write_bytes(whole.encode() + b"\xff")
+    assert sweep.value(made, runs[0]) is None  # a resume cuts that away
     (runs[0].folder / "validation.jsonl").write_text(whole.replace("0.5", "null"))
     assert math.isnan(sweep.value(made, runs[0]))
 
