@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -38,6 +39,8 @@ def run(submission: Submission, executor: Callable[[], submitit.LocalExecutor], 
             return REQUEUE
         job = start(executor(), submission)
         print(f"job {job.job_id}   run_dir {run_dir.path}   logs {job.paths.stdout.parent}", flush=True)
+        print(f"    python -m launch.status {shlex.quote(str(run_dir.path))}")
+        print("    Ctrl-C        stops it with a checkpoint", flush=True)
         attempt = run_dir.heartbeats / attempt_name(job.job_id, 0)
         follow(job, attempt, stop)
         spoken = bool(read_words(attempt))

@@ -104,8 +104,8 @@ def submit(config: Config, command: list[str], stop: StopRequest | None) -> int:
     except FailedJobError as error:
         raise ConfigError(f"sbatch refused the job of {config.run_dir}: {str(error).strip()}") from None
     print(f"job {job.job_id}   run_dir {config.run_dir}")
-    print(f"    python -m launch.status {config.run_dir}")
-    print(f"    tail -F {job.paths.stdout}")
+    print(f"    python -m launch.status {shlex.quote(config.run_dir)}")
+    print(f"    tail -F {shlex.quote(str(job.paths.stdout))}")
     print(f"    scancel {job.job_id}        stops it with a checkpoint, if one can be written within SLURM's KillWait")
     return 0
 

@@ -115,7 +115,8 @@ def test_one_rank_in_this_process(make_whole_run):
 
 
 def test_ranks_that_cannot_start_are_heard(make_whole_run):
-    said = finish(start(make_whole_run("nopython"), "launch.python=/no/such/python"), 1)
+    said = finish(start(run := make_whole_run("nopython"), "launch.python=/no/such/python"), 1)
+    assert said.count(f"    python -m launch.status {run.path}\n    Ctrl-C  ") == 2, "once a start"
     assert "/no/such/python: No such file or directory" in said and "it crashed twice before the first step" in said
 
 

@@ -228,6 +228,18 @@ def test_what_sbatch_says_is_one_error(yaml_file, tmp_path, capsys, monkeypatch)
     assert capsys.readouterr().err == f"error: sbatch refused the job of {run}: sbatch: error: invalid partition specified: h100\n"
 
 
+def test_a_submitted_job_says_how_to_watch_and_stop_it(yaml_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 7\n")
+    (tmp_path / "srun").write_text("#!/bin/bash\n")
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run = f"{tmp_path}/a run"
+    assert submit.main([str(yaml_file), f"run_dir={run}"]) == 0
+    said = capsys.readouterr().out
+    assert f"    python -m launch.status '{run}'\n    tail -F '{run}/submissions/0001/7_0_log.out'\n    scancel 7  " in said
+
+
 def test_what_lies_among_the_submissions_is_none(yaml_file):
     config = load(yaml_file)
     first = Submission.create(config, ["x"])
