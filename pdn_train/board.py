@@ -53,7 +53,7 @@ def bars(tag: str, counts: list[float], ends: tuple[float, float]) -> Summary.Va
 
 def cut_events(folder: Path, step: int) -> None:
     """Rewrite the event files without the events past `step`; a record that is not whole ends a file, as for TensorBoard itself."""
-    for file in folder.glob(NAME + "*"):
+    for file in (found for found in folder.glob(NAME + "*") if found.is_file()):
         kept = [raw for raw in RawEventFileLoader(str(file)).Load() if not _is_later(raw, step)]
         aside = file.with_name(f".{file.name}.cut")
         aside.write_bytes(_records(kept))

@@ -95,6 +95,8 @@ def read_state(folder: Path, published: bool = True) -> tuple[dict | None, str |
         if published and (folder / COMPLETE).read_text().strip() != hashlib.sha256(text).hexdigest():
             return None, f"{COMPLETE} does not match {STATE}"
         state = json.loads(text)
+        if not isinstance(state, dict):
+            return None, f"{STATE} cannot be read (it holds no object)"
         if state.get("version") != VERSION:
             return None, (
                 f"{STATE} is of version {state.get('version')}, this code reads {VERSION}: go on with the code that wrote it, "
@@ -115,7 +117,7 @@ def is_marked(folder: Path) -> bool:
         return False
     try:
         return not _is_misnamed(folder, json.loads((folder / STATE).read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, TypeError):
         return True  # its damage is met and told where it is loaded
 
 

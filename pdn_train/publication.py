@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def publish(temporary: Path, state: dict, config: CheckpointConfig) -> None:
     final = temporary.with_suffix("")
     text = json.dumps(state, indent=1).encode()
     write_whole(temporary / STATE, text)
-    if final.exists():  # the same step saved again, after a resume from an earlier one
+    if os.path.lexists(final):  # the same step saved again, after a resume from an earlier one
         _sweep(final)
     marker = final.with_name(final.name + ".publishing")
     write_whole(marker, b"")

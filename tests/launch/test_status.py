@@ -53,6 +53,7 @@ def test_a_running_run(run, capsys):
             (run / "checkpoints" / name / "COMPLETE").touch()
     shutil.copytree(run / "checkpoints" / "step_0000000020", copy := run / "checkpoints" / "step_0000000050")
     (copy / "state.json").write_text('{"progress": {"step": 20}}')
+    (run / "checkpoints" / "step_0000000020" / "state.json").write_text("null")
     assert status.main([str(run)]) == 0
     said = capsys.readouterr().out
     for part in ("running", "30/2000", "3.2500 at step 20", "120,000 tok/s", "ETA 1:05:40", "step_0000000020", "restarts    0"):

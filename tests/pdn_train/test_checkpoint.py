@@ -143,11 +143,15 @@ def test_what_took_the_name_of_an_unfinished_one_is_swept_away(root):
     (root / "step_0000000030.tmp").symlink_to("nowhere")
     (root / "step_0000000040").touch()
     (root / "step_0000000040.publishing").mkdir()
+    (root / "step_0000000050").mkdir()
+    (root / "step_0000000050" / "state.json").write_text("null")
+    (root / "step_0000000050.publishing").touch()
     publication.finish_publications(root)
     assert [path.name for path in root.iterdir()] == ["step_0000000010"]
     (root / "step_0000000020").touch()
-    save(root, 20)
-    assert newest(root).name == folder_name(20)
+    (root / "step_0000000030").symlink_to("nowhere")
+    save(root, 20, 30)
+    assert newest(root).name == folder_name(30)
 
 
 def test_none_whole_is_an_error_not_a_fresh_start(root):

@@ -134,6 +134,8 @@ def test_validation_has_its_own_file_and_is_cut_too(run_dir):
 def test_what_is_no_entry_is_cut_away(run_dir):
     whole = b'{"step": 1, "loss": 2.0}\n'
     run_dir.metrics.write_bytes(whole + b'{"a": 1}\n[1]\n{"step": true}\n{"step": 2, "lo\xff\n')
+    (run_dir.tensorboard / "events.out.tfevents.d").mkdir()
+    (run_dir.tensorboard / "events.out.tfevents.f").write_bytes(b"\xff" * 30)
     cut_back(run_dir, 10)
     assert run_dir.metrics.read_bytes() == whole
 
