@@ -2,7 +2,7 @@
 
 They are known only by their launches, so the stages of the forward pass, and of the backward pass where there will be one, are gone through
 once inside `launch.compiling`, with the call's own tensors, and nothing is run: what the stages hand to each other is unwritten memory,
-whose values no Python code reads. Without this each of the 10 to 15 kernels is compiled when it is first launched, one after the other.
+whose values no Python code reads. Without this each kernel, 15 of them for PKDA, is compiled when first launched, one after the other.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A key must hold all that distinguishes the compiled variants but the kernel's co
 device is that of the first argument, a tensor. Every tensor must start at a multiple of 16 bytes. In the interpreter there is nothing to
 look up.
 
-A kernel takes Triton one to three seconds to compile, one core each. Inside `compiling` kernels are compiled side by side and not run.
+A kernel takes Triton up to three seconds of one core to compile. Inside `compiling` kernels are compiled side by side and not run.
 """
 
 from __future__ import annotations

@@ -217,23 +217,28 @@ def test_no_slurm_no_submission(yaml_file, capsys, monkeypatch):
     assert "there is no srun on this machine" in capsys.readouterr().err and not (yaml_file.parent / "run").exists()
 
 
-def test_what_sbatch_says_is_one_error(yaml_file, tmp_path, capsys, monkeypatch):
-    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition specified: h100' >&2; exit 1\n")
-    (tmp_path / "srun").write_text("#!/bin/bash\n")
-    for name in ("sbatch", "srun"):
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """sbatch("echo ..") puts an sbatch that does this, and an srun that does nothing, on the path."""
+
+    def put(does):
+        for name, line in (("sbatch", does), ("srun", "")):
+            (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return put
+
+
+def test_what_sbatch_says_is_one_error(yaml_file, sbatch, capsys):
+    sbatch("echo 'sbatch: error: invalid partition specified: h100' >&2; exit 1")
     assert submit.main([str(yaml_file), "launch.partition=h100"]) == 2
     run = yaml_file.parent / "run"
     assert capsys.readouterr().err == f"error: sbatch refused the job of {run}: sbatch: error: invalid partition specified: h100\n"
 
 
-def test_a_submitted_job_says_how_to_watch_and_stop_it(yaml_file, tmp_path, capsys, monkeypatch):
-    (tmp_path / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 7\n")
-    (tmp_path / "srun").write_text("#!/bin/bash\n")
-    for name in ("sbatch", "srun"):
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def test_a_submitted_job_says_how_to_watch_and_stop_it(yaml_file, tmp_path, sbatch, capsys):
+    sbatch("echo Submitted batch job 7")
     run = f"{tmp_path}/a run"
     assert submit.main([str(yaml_file), f"run_dir={run}"]) == 0
     said = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -113,12 +114,8 @@ def test_a_requeue_of_the_same_job_takes_over(run_dir):
 @pytest.mark.parametrize("age, free", [(rundir.STALE_SECONDS - 20, False), (rundir.STALE_SECONDS + 1, True)])
 def test_a_lease_of_another_host_is_free_once_it_is_stale(run_dir, age, free):
     run_dir.lease.write_text(json.dumps({"job": "42", "host": "elsewhere", "pid": 1, "time": time.time() - age, "token": "x"}))
-    lease = Lease(run_dir, "43")
-    if free:
-        lease.acquire()
-    else:
-        with pytest.raises(RunDirError, match="job 42"):
-            lease.acquire()
+    with contextlib.nullcontext() if free else pytest.raises(RunDirError, match="job 42"):
+        Lease(run_dir, "43").acquire()
 
 
 def test_the_owner_learns_that_its_lease_was_taken(run_dir, monkeypatch):
@@ -179,12 +176,8 @@ def test_a_lease_from_a_clock_that_is_ahead_is_as_old_as_its_file(run_dir, monke
     monkeypatch.setattr(rundir, "DYING_SECONDS", 0)
     run_dir.lease.write_text(json.dumps({"job": "42", "host": "elsewhere", "pid": 1, "time": time.time() + 7200, "token": "x"}))
     os.utime(run_dir.lease, (time.time() - age,) * 2)
-    lease = Lease(run_dir, "43")
-    if free:
-        lease.acquire()
-    else:
-        with pytest.raises(RunDirError, match="job 42 .*whose clock is 7[12][0-9]{2} s ahead"):
-            lease.acquire()
+    with contextlib.nullcontext() if free else pytest.raises(RunDirError, match="job 42 .*whose clock is 7[12][0-9]{2} s ahead"):
+        Lease(run_dir, "43").acquire()
 
 
 @pytest.mark.parametrize("text", ["{half a li", "null", "[]", "", '{"time": "x"}', '{"machine": "here"}'])
