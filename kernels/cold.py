@@ -12,7 +12,7 @@ from collections.abc import Hashable
 import torch
 
 from kernels.kept import Keep
-from kernels.launch import compiling
+from kernels.launch import compiling, only_compiling
 
 _known: set[Hashable] = set()
 
@@ -34,7 +34,7 @@ def prepare(function: type[torch.autograd.Function], kind: Hashable, arguments: 
     kind: all of the call that decides about kernels. A difference it lacks costs time, no more: what is missing then is compiled late.
     """
     kind = function, kind, torch.cuda.current_device(), backward
-    if kind in _known or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling():
+    if kind in _known or only_compiling() or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling():
         return
     _known.add(kind)
     ctx = _Context()

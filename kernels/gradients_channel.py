@@ -60,7 +60,6 @@ from kernels.levels import (
     near_crossing,
     near_decays,
     near_exponents,
-    near_factors,
     near_pairs,
     sums,
     whole_chunk,
@@ -115,7 +114,7 @@ def _near_read(
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     exponents = near_exponents(g, C, PRECISION)
     if mild(exponents, W.dtype):
-        reads, writes = near_factors(exponents)
+        reads, writes = tl.exp2(exponents), tl.exp2(-exponents)
         flow = reads * tl.dot(tl.where(near_pairs(), E, 0.0), (writes * W.to(tl.float32)).to(W.dtype), input_precision=PRECISION)
         grad = flow
         grad_g = _near_gathered(grad_g, flow * X.to(tl.float32), _half_block(FROM=True), C, DOT, PRECISION)
@@ -155,7 +154,7 @@ def _near_writes(
     grad_g = tl.zeros((C // NEAR, NEAR, BLOCK), tl.float32)
     exponents = near_exponents(g, C, PRECISION)
     if mild(exponents, W.dtype):
-        reads, writes = near_factors(exponents)
+        reads, writes = tl.exp2(exponents), tl.exp2(-exponents)
         read_key, read_query = (reads * Key.to(tl.float32)).to(W.dtype), (reads * Q.to(tl.float32)).to(W.dtype)
         crossing = near_crossing(NEAR // 2)
         flow = writes * _turned_flow(E1, E2, crossing, read_key, read_query, PRECISION)
@@ -215,7 +214,7 @@ def _place(chunks, H, blocks: tl.constexpr):
 
 @triton.jit
 def _reads(
-    x, w, decay, rows, whole, h, dh, d, e, own, along, table, turned,  # inputs
+    x, w, decay, rows, h, dh, d, e, own, along, table, turned,  # inputs
     dx, dg,  # outputs
     chunks, H, x_stride, w_stride, decay_stride, scale,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, QUERY: tl.constexpr,
@@ -330,7 +329,7 @@ def backward(
     for query, reader, d, e, along, out in ((True, x.q, do, pairs.e2, pairs.along_q, dq), (False, x.k, dx, pairs.e1, None, dk)):
         launch(
             _reads, programs, x.key,
-            reader, w, x.decay, solved.rows, solved.whole, h, dh, d, e, pairs.own, along, *tables, out, dg,
+            reader, w, x.decay, solved.rows, h, dh, d, e, pairs.own, along, *tables, out, dg,
             layout.chunks, H, reader.stride(0), w_stride, x.decay_stride, x.scale, **sizes, QUERY=query, **constants,
         )  # fmt: skip
     launch(

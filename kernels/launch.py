@@ -56,6 +56,11 @@ def compiling(device: torch.device) -> Iterator[None]:
         compilation.result()
 
 
+def only_compiling() -> bool:
+    """Whether this thread's launches run nothing."""
+    return _now.begun is not None
+
+
 def _begin(place: Hashable, kernel, programs: int, arguments: tuple, options: dict) -> None:
     if place not in _compiled and place not in _now.begun:
         types = [x.dtype if isinstance(x, Tensor) else x for x in arguments]  # not the tensors, which would live on
@@ -69,7 +74,7 @@ def launch(kernel, programs: int, key: Hashable, *arguments, num_warps: int, num
     device = arguments[0].device
     # the function: a kernel of Triton takes a lock to be hashed
     place = (kernel.fn, key, device, num_warps, num_stages, maxnreg, *constants.values())
-    if _now.begun is not None:
+    if only_compiling():
         options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         return _begin(place, kernel, programs, arguments, constants | options)
     found = _compiled.get(place)

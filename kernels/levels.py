@@ -19,14 +19,13 @@ gates, and F lies in [0, 1]. The sums are products of a 0/1 matrix with the gate
 Levels inside blocks of 16 rows (`near_decays`) take products that a warp makes of its own block, with masks of [16, 16]; the others
 (`far_decays`) take a product of whole tiles each, zero outside their pairs (`far_pairs`).
 
-Where the gates of all blocks are mild, as they nearly always are, the four levels inside a block are one: with m its middle, 8 rows on each
-side,
+Where the gates of all blocks are mild, as they nearly always are, the four levels inside a block are one: with b the block's first row,
 
-    exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
+    exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j)
 
-for every pair i > j of the block. One of the two factors may be above 1; `mild` says whether all stay below 2^64 (2^4 where inputs are
-fp16), and then two rounded factors are as exact as those of a level.
-Rounding is then not causal: the factors of the pairs before a gate that is on their side of the middle hold it, and cancel it.
+for every pair i > j of the block: the factor of the row that reads is at most 1, that of the written row at least 1. `mild` says whether
+the latter stay below 2^96 (2^8 where inputs are fp16), and then two rounded factors are as exact as those of a level: both hold the same
+rounded gates. No factor holds a gate that comes after its row, so what a gate says of later rows alone it says to the bit.
 """
 
 from __future__ import annotations
@@ -139,23 +138,16 @@ def near_crossing(half):
 
 @triton.jit
 def near_exponents(g, C: tl.constexpr, PRECISION: tl.constexpr):
-    """[C / 16, 16, BD] fp32, <= 0: log2 of the decay between each row and the middle of its block, rows 7 and 8."""
-    return tl.dot(each_block(tl.where(halves(8, NEAR), 1.0, 0.0).to(g.dtype), C), g, input_precision=PRECISION)
+    """[C / 16, 16, BD] fp32, <= 0: log2 of the decay from the first row of its block to each row, (G_i - G_b) / ln 2."""
+    i, t = tl.arange(0, NEAR)[:, None], tl.arange(0, NEAR)[None, :]
+    return tl.dot(each_block(tl.where((t <= i) & (t > 0), 1.0, 0.0).to(g.dtype), C), g, input_precision=PRECISION)
 
 
 @triton.jit
 def mild(exponents, DTYPE: tl.constexpr):
-    """Whether `near_factors` of these exponents keep inputs of DTYPE in its range."""
-    reach: tl.constexpr = -4.0 if tl.float16 == DTYPE else -64.0
+    """Whether factors of these exponents keep inputs of DTYPE in its range."""
+    reach: tl.constexpr = -8.0 if tl.float16 == DTYPE else -96.0
     return tl.min(exponents) >= reach
-
-
-@triton.jit
-def near_factors(exponents):
-    """exp(G_i - G_m) of the reading rows i and exp(G_m - G_j) of the written rows j, as `exponents`, with m the middle of the block."""
-    upper = (tl.arange(0, NEAR) >= NEAR // 2)[None, :, None]
-    relative = tl.where(upper, exponents, -exponents)
-    return tl.exp2(relative), tl.exp2(-relative)
 
 
 @triton.jit

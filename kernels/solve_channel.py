@@ -35,7 +35,6 @@ from kernels.levels import (
     near_crossing,
     near_decays,
     near_exponents,
-    near_factors,
     near_pairs,
     sums,
 )
@@ -79,7 +78,7 @@ def _near(
         g = load_near_decay(decay, token, count, decay_stride, head, first, K, BD, C, GATES)
         exponents = near_exponents(g, C, PRECISION)
         if mild(exponents, key.dtype):
-            reads, writes = near_factors(exponents)
+            reads, writes = tl.exp2(exponents), tl.exp2(-exponents)
             kw, qw = _near_level(kw, qw, key, query, write, reads, writes, near_pairs(), near_pairs() | same, PRECISION)
         else:
             qw += tl.where(same, tl.sum(query.to(tl.float32) * write.to(tl.float32), 2)[:, :, None], 0.0)

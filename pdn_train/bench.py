@@ -32,6 +32,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pdn_train import bench_launches, bench_peer, estimate
+from pdn_train.compiling import compile_kernels
 from pdn_train.config import Config, ConfigError, load
 from pdn_train.data import Loader, Samples, open_samples
 from pdn_train.engine import Engine
@@ -84,6 +85,7 @@ class Training:
 
     def __init__(self, config: Config, world: World, loader: Loader):
         self.config, self.world = config, world
+        compile_kernels(config, world.device)
         self.engine = Engine(build_model(config), config, world)
         self._batches = loader.steps(0)
         self.losses: list[torch.Tensor] = []

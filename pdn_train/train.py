@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Progress, Saved
+from pdn_train.compiling import compile_kernels
 from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Samples
 from pdn_train.engine import Engine, deepspeed_config
@@ -93,6 +94,8 @@ def run(config: Config, world: World, stop: StopRequest, watchdog: Watchdog, sam
 
 def build_engine(config: Config, world: World, watchdog: Watchdog, samples: Samples, saved: Saved | None) -> Engine:
     """The model under DeepSpeed, with the weights of the checkpoint, of `init_from`, or of train.seed. Collective."""
+    watchdog.beat("compiling the kernels")
+    compile_kernels(config, world.device)
     watchdog.beat("building the model")
     model = build_model(config)
     warm = warm_start(config, world, model, samples) if saved is None and config.init_from is not None else None

@@ -72,8 +72,8 @@ GATES = {
     "alternating in half of the channels": lambda g: (
         over_time(-30.0 * (torch.arange(g.shape[1]) % 2), g).to(g) * (torch.arange(g.shape[3]) % 2)
     ),
-    "just mild": lambda g: torch.full_like(g, -5.5),  # 8 rows: factors of 2^63
-    "just not mild": lambda g: torch.full_like(g, -5.6),
+    "just mild": lambda g: torch.full_like(g, -4.43),  # 15 rows: factors of 2^95.9
+    "just not mild": lambda g: torch.full_like(g, -4.45),
     "weak after strong": lambda g: torch.where(over_time(torch.arange(g.shape[1]) % 32 < 16, g), g - 30, g / 100),
 }
 
