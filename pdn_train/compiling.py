@@ -20,10 +20,9 @@ def compile_kernels(config: Config, device: torch.device) -> None:
         return
     from kernels.launch import compiling  # Triton is not on every machine
 
-    with torch.device("meta"):
+    with device:
         model = LanguageModel(config.model.model_copy(update={"num_layers": 1}), config.train.activation_checkpoint)
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    model = model.to(dtype).to_empty(device=device)
+    model.to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
     samples, length = config.train.micro_batch, config.data.seq_len // config.parallel.sequence
     ids, cu_seqlens = torch.zeros(samples, length, dtype=torch.int64, device=device), None
     if config.data.reset_at_documents:
