@@ -318,7 +318,7 @@ def _as_bytes(column: Any, path: Path) -> Iterator[bytes | None]:
 
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if not any(test(column.type) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)):
+    if column.type not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
         raise InputError(f"the text column of {path} is {column.type}, not text; name another with --text-field")
     for value in column.cast(pa.large_binary()):
         yield value.as_py()

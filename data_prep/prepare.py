@@ -31,10 +31,23 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from data_prep.encode import Encoded, Fault, Rules, encode_in_order
 from data_prep.inputs import DatasetInput, FileInput, InputError, Place, batches, find_inputs
 from pdn_train.files import write_whole
-from pdn_train.shards import MANIFEST, Manifest, ShardError, ShardWriter, TokenizerInfo, longest_document, write_manifest
+from pdn_train.shards import (
+    EMPTY,
+    MANIFEST,
+    Manifest,
+    Shard,
+    ShardError,
+    ShardWriter,
+    TokenizerInfo,
+    Totals,
+    longest_document,
+    write_manifest,
+)
 from pdn_train.telling import counted, quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
@@ -160,16 +173,31 @@ def _writers(options: Options, tokenizer: Tokenizer, journal: Journal) -> dict[s
     folders = {"train": options.output} | ({"val": options.output / "val"} if options.rules.val_fraction else {})
     writers = {}
     for split, folder in folders.items():
-        state = journal.writers.get(split, {"ended": [], "open": None})
-        writers[split] = ShardWriter(folder, info, options.shard_tokens, state["ended"], state["open"])
+        state = journal.writers.get(split, _Writer())
+        writers[split] = ShardWriter(folder, info, options.shard_tokens, state.ended, state.open)
         write_whole(folder / info.file, tokenizer.file.read_bytes())
     return writers
+
+
+class _Writer(BaseModel):
+    """A split's part of a commit, as `ShardWriter.commit` returned it, or of all commits."""
+
+    ended: list[Shard] = []
+    open: Totals = Totals(**EMPTY)
+
+
+class _Commit(BaseModel):
+    """A line of the journal after the first, as it is read."""
+
+    place: Place
+    faults: list[Fault]
+    writers: dict[str, _Writer]
 
 
 class Journal:
     """The record of a preparation: what it is (`identity`) and how far it has come. One process at a time may hold it.
 
-    After opening, `place`, `writers` (split -> {"ended", "open"}) and `faults` are those of the last commit.
+    After opening, `place`, `writers` (by split) and `faults` are those of the last commit.
     """
 
     def __init__(self, folder: Path, identity: dict) -> None:
@@ -207,9 +235,11 @@ class Journal:
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
         try:
-            begun, *commits = map(json.loads, lines or [b"null"])
-        except ValueError as error:  # of the JSON or of its UTF-8
-            raise PrepareError(f"{self.path} is damaged ({error}); remove {self.path.parent} and prepare the data again") from None
+            begun, *commits = map(json.loads, lines or [b"{}"])
+            begun, commits = TypeAdapter(dict).validate_python(begun), [_Commit.model_validate(commit) for commit in commits]
+        except ValueError as error:  # of the JSON, of its UTF-8, or of what it holds
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise PrepareError(f"{self.path} is damaged ({why}); remove {self.path.parent} and prepare the data again") from None
         if begun != identity and not any(_has_documents(commit) for commit in commits):
             self._file.truncate(0)
             self._append(identity)
@@ -218,13 +248,13 @@ class Journal:
         for commit in commits:
             self._take(commit)
 
-    def _take(self, commit: dict) -> None:
-        self.place = Place(*commit["place"])
-        self.faults += [Fault(*fault) for fault in commit["faults"]]
-        for split, state in commit["writers"].items():
-            kept = self.writers.setdefault(split, {"ended": [], "open": None})
-            kept["ended"] += state["ended"]
-            kept["open"] = state["open"]
+    def _take(self, commit: _Commit) -> None:
+        self.place = commit.place
+        self.faults += commit.faults
+        for split, state in commit.writers.items():
+            kept = self.writers.setdefault(split, _Writer())
+            kept.ended += state.ended
+            kept.open = state.open
 
     def _append(self, line: dict) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
@@ -232,8 +262,8 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def _has_documents(commit: dict) -> bool:
-    return any(state["ended"] or state["open"]["documents"] for state in commit["writers"].values())
+def _has_documents(commit: _Commit) -> bool:
+    return any(state.ended or state.open.documents for state in commit.writers.values())
 
 
 def _compare(begun: dict, now: dict, folder: Path) -> None:

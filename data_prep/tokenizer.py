@@ -28,6 +28,7 @@ from pdn_train.files import write_whole
 from pdn_train.telling import counted, quietly
 from pdn_train.tokenizer import Tokenizer, TokenizerError
 
+SPACE = "\u2581"  # as sentencepiece spells it
 PIECE = 4000  # characters the trainer gets at once; it skips longer ones
 
 
@@ -41,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-bytes", type=int, default=50_000_000, help="most text to train on (default: 50,000,000)")
     arguments = parser.parse_args(argv)
     try:
+        _check(arguments)
         inputs = find_inputs(arguments.inputs, arguments.text_field)
-    except InputError as error:
+    except (InputError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
@@ -61,6 +63,12 @@ def main(argv: list[str] | None = None) -> int:
         f"{tokens / text_bytes:.4f} tokens per byte"
     )
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, value in (("--vocab-size", arguments.vocab_size), ("--sample-bytes", arguments.sample_bytes)):
+        if not 1 <= value < 2**31:
+            raise TokenizerError(f"{name} {value} is out of range: it is at least 1 and below 2^31")
 
 
 def _make_room(output: Path) -> None:
@@ -106,6 +114,7 @@ def train(texts: Iterable[str], vocab_size: int, output: Path) -> Tokenizer:
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
+            required_chars=SPACE,  # also of a text that has none, or hardly any, as Chinese
             allow_whitespace_only_pieces=True,  # runs of spaces: indented text costs less
             byte_fallback=True,
             split_digits=True,

@@ -54,7 +54,7 @@ def test_a_txt_file_is_one_document_as_it_stands(tmp_path):
     assert _texts(_input(tmp_path / "a.txt")) == ["line\r\n\n  end\n"]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_parquet_columns_of_text(tmp_path, kind):
     texts = [text.encode() for text in TEXTS] if kind == pa.binary() else TEXTS
     pq.write_table(pa.table({"text": pa.array(texts, kind)}), tmp_path / "a.parquet")

@@ -534,6 +534,28 @@ def test_a_damaged_journal_is_named(byte, corpus, tiny_tokenizer, tmp_path, caps
     assert f"error: {journal} is damaged (" in error and f"remove {tmp_path / 'out'} and prepare the data again" in error
 
 
+@pytest.mark.parametrize(
+    "line", ["null", "{}", "[]", '{"place": 3, "faults": [], "writers": {}}', '{"place": [0, 0], "faults": [], "writers": {"train": []}}']
+)
+@pytest.mark.parametrize("at", [0, 1, -1])
+def test_a_journal_of_other_things_is_named(line, at, corpus, tiny_tokenizer, tmp_path, capsys):
+    assert _run(tmp_path / "out", [corpus], tiny_tokenizer) == 0
+    journal = tmp_path / "out" / prepare.JOURNAL
+    lines = journal.read_text().splitlines()
+    lines[at] = line
+    journal.write_text("\n".join(lines) + "\n")
+    assert _run(tmp_path / "out", [corpus], tiny_tokenizer) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and ("is damaged (" in error or "was begun with tokenizer (sha256) None" in error)
+
+
+def test_a_name_that_is_no_utf_8_is_gone_on_from(tiny_tokenizer, tmp_path):
+    (folder := tmp_path / "in").mkdir()
+    (folder / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"text": "a"}\n{"text": "b"}\n')
+    for _ in range(2):
+        assert _run(tmp_path / "out", [folder], tiny_tokenizer) == 0
+
+
 @pytest.mark.parametrize("output", ["file", "file/below"])
 def test_an_output_that_cannot_be_written_is_named(output, corpus, tiny_tokenizer, tmp_path, capsys):
     (tmp_path / "file").touch()

@@ -53,6 +53,20 @@ def test_an_output_that_cannot_be_written_is_named_before_the_training(output, r
     assert f"error: cannot write {tmp_path / output}: " in error and reason in error and "name another file with --output" in error
 
 
+def test_a_text_without_spaces_makes_a_tokenizer_that_has_them(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "前置条件的增量网络"}\n' * 20)
+    assert training.main([str(tmp_path / "a.jsonl"), "--vocab-size", "275", "--output", str(tmp_path / "t.model")]) == 0
+    tokenizer = training.Tokenizer.load(tmp_path / "t.model")
+    assert tokenizer.decode(tokenizer.encode("a  b 网络")) == "a  b 网络"
+
+
+@pytest.mark.parametrize("option", [["--vocab-size", "0"], ["--vocab-size", str(2**31)], ["--vocab-size", "300", "--sample-bytes", "0"]])
+def test_sizes_out_of_range_are_named(option, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert training.main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.model"), *option]) == 2
+    assert f"error: {option[-2]} {option[-1]} is out of range" in capsys.readouterr().err
+
+
 def test_faults_are_errors_with_a_way_out(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("only a little text")
     for size, fault in (("100", "Vocabulary size is smaller"), ("30000", "Vocabulary size too high")):  # than the 256 bytes; for the text
