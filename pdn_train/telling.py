@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import select
 import signal
@@ -11,6 +13,7 @@ from collections.abc import Callable
 
 EVERY_SECONDS = 10.0
 UNREAD = 128 + signal.SIGPIPE  # the exit code that a shell gives a command which such a pipe has ended
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -51,18 +54,46 @@ def to_stderr(line: str) -> None:
 
 
 def quietly(main: Callable[[], int | None]) -> int | None:
-    """A command's exit code; UNREAD where it ended because the reader of its output had left (`| head -1`)."""
+    """A command's exit code; UNREAD where it ended because the reader of its output had left (`| head -1`), 1 where a full disk did not
+    take the output. A character that the terminal lacks is written as its escape."""
+    _open_streams()
     try:
         return main()
     except BrokenPipeError:
         if not _unread(sys.stdout.fileno()):
             raise  # another pipe's
         return UNREAD
+    except OSError as error:
+        return _no_room(error)
     finally:
         try:
             sys.stdout.flush()
         except BrokenPipeError:  # Python would try once more when it ends, and complain
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _write_nowhere()
+        except OSError as error:
+            _write_nowhere()
+            sys.exit(_no_room(error))
+
+
+def _open_streams() -> None:
+    """A process may start with its streams closed (`>&-`), where the next file it opens would take their place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _no_room(error: OSError) -> int:
+    """The exit code, after a line that says why, where the output could not be written; raises what is about a file, which has a name."""
+    if error.filename is not None or error.errno not in NO_ROOM:
+        raise error
+    print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _write_nowhere() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unread(descriptor: int) -> bool:

@@ -183,17 +183,25 @@ def announce(config: Config, world: World, saved: Saved | None) -> None:
             log.info("no checkpoint was published in %s: starting at step 0", RunDir(Path(config.run_dir)).checkpoints)
 
 
-class LogFile(logging.FileHandler):
-    """Loses lines on a full disk, where logging would print a traceback for each; the terminal has them."""
+class _Lossy(logging.Handler):
+    """Loses lines that cannot be written, where logging would print a traceback for each: the run goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
+class LogFile(_Lossy, logging.FileHandler):
+    """Of a disk that may be full; the terminal has the lines."""
+
+
+class LogTerminal(_Lossy, logging.StreamHandler):
+    """Of a file on a full disk, or a pipe whose reader has left (`| head`); the log file has the lines."""
+
+
 def log_to(file: Path | None) -> None:
     """Log to the terminal, or add a file to it."""
-    handler = logging.StreamHandler(sys.stdout) if file is None else LogFile(file)
+    handler = LogTerminal(sys.stdout) if file is None else LogFile(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S" if file is None else "%Y-%m-%d %H:%M:%S"))
     for name in ("pdn_train", "kernels"):
         logging.getLogger(name).addHandler(handler)

@@ -1,4 +1,4 @@
-"""Numbers have their nouns; a command whose output nobody reads on ends without a word."""
+"""Numbers have their nouns; a command whose output nobody reads on ends without a word, one whose output has no room with a line."""
 
 import os
 import subprocess
@@ -19,6 +19,14 @@ def test_one_is_singular():
 
 def test_small_sizes_are_not_0_gb():
     assert [sized(size) for size in (0, 12_345_678, 10**9, 15e9)] == ["0.0 MB", "12.3 MB", "1.0 GB", "15.0 GB"]
+
+
+PROGRAM = "import sys; from pdn_train.telling import quietly; sys.exit(quietly(lambda: {act}))"
+
+
+def program(act: str, stdout, env: dict | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PROGRAM.format(act=act)]
+    return subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=env)
 
 
 def unread(*arguments: str) -> tuple[int, str]:
@@ -42,8 +50,29 @@ def unread(*arguments: str) -> tuple[int, str]:
     ],
 )
 def test_no_traceback_without_a_reader(act, code):
-    program = f"import sys; from pdn_train.telling import quietly; sys.exit(quietly(lambda: {act}))"
-    assert unread("-c", program) == (code, "")
+    assert unread("-c", PROGRAM.format(act=act)) == (code, "")
+
+
+@pytest.mark.parametrize("act", ["print('x')", "print('x', flush=True)", "print('x' * 10**6)"])
+def test_a_full_disk_is_said_in_a_line(act):
+    with open("/dev/full", "w") as full:
+        done = program(act, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+
+
+def test_closed_streams_are_no_fault():
+    command = [sys.executable, "-c", PROGRAM.format(act="print('x') or print('y', file=sys.stderr) or 3")]
+    assert subprocess.run(["bash", "-c", 'exec "$@" >&- 2>&-', "bash", *command], cwd=ROOT, check=False).returncode == 3
+
+
+def test_characters_that_the_terminal_lacks_are_escaped():
+    done = program("print('a\u00e9')", stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "a\\xe9\n")
+
+
+def test_an_error_of_a_file_is_raised():
+    done = program("open('/dev/full/x')", stdout=subprocess.PIPE)
+    assert done.returncode == 1 and "NotADirectoryError" in done.stderr
 
 
 def test_another_pipe_s_end_is_an_error():

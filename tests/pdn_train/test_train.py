@@ -402,8 +402,10 @@ def test_dry_run_under_torchrun_is_of_its_ranks(write, monkeypatch, capsys, rank
     assert said in out and bool(out) == bool(said)
 
 
-def test_a_log_on_a_full_disk_loses_lines_without_a_traceback(capsys):
-    file = train.LogFile("/dev/full")
+@pytest.mark.parametrize("kind", ["file", "terminal"])
+def test_a_log_on_a_full_disk_loses_lines_without_a_traceback(kind, capsys):
+    stream = open("/dev/full", "w")  # noqa: SIM115 - closing it would fail
+    file = train.LogFile("/dev/full") if kind == "file" else train.LogTerminal(stream)
     file.handle(logging.makeLogRecord({"msg": "lost"}))
     assert capsys.readouterr().err == ""
     file.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
