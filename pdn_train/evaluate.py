@@ -8,7 +8,7 @@
     niah       accuracy of `pdn_train.niah`'s three needle tasks at each length; also niah_1, niah_2, niah_3 alone
     harness    tasks of lm-evaluation-harness (`pdn_train.harness`, the extra lm-eval); commonsense and recall are the paper's two lists
 
-The result is printed as JSON, alone on stdout, then written to RUN_OR_EXPORT/eval.json or FILE; how far a task is goes to stderr. Of a run
+The result is printed as JSON, alone on stdout, and written to RUN_OR_EXPORT/eval.json or FILE; how far a task is goes to stderr. Of a run
 or one of its checkpoints every number also goes to TensorBoard, as its run `evaluation`, at the checkpoint's step. `eval.tasks` of a
 configuration runs tasks while a model trains.
 
@@ -60,14 +60,17 @@ def to_tensorboard(result: dict) -> None:
 
 
 def tell(result: str, file: Path) -> int:
-    """Print a result, then write it; returns the exit code. What took long to compute is on stdout even where the file cannot be."""
-    print(result, flush=True)
+    """Write a result and print it; returns the exit code. What took long to compute survives a file that cannot be written, on stdout, and
+    a reader of stdout who has left, in the file."""
+    failed = None
     try:
         write_whole(file, (result + "\n").encode())
     except OSError as error:
-        print(f"error: the result is printed but not in {file}: {error.strerror}; name another with --output", file=sys.stderr)
-        return 1
-    return 0
+        failed = error
+    print(result, flush=True)
+    if failed is not None:
+        print(f"error: the result is printed but not in {file}: {failed.strerror}; name another with --output", file=sys.stderr)
+    return 0 if failed is None else 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,7 +97,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     code = tell(to_json(result, indent=2), Path(a.output or Path(a.model) / "eval.json"))
-    to_tensorboard(result)
+    try:
+        to_tensorboard(result)
+    except OSError as error:
+        print(f"error: the result is not in TensorBoard's files: {error}", file=sys.stderr)
+        return 1
     return code
 
 

@@ -36,6 +36,7 @@ from typing import Literal
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -61,14 +62,16 @@ def export(
     _check(weights, source)
     write = {"safetensors": _write_own, "fla": _write_fla}[format]
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         write(aside, source, weights, max_shard_bytes)
         if source.tokenizer is not None:
             shutil.copyfile(source.tokenizer, aside / "tokenizer.model")
         sync_contents(aside)
         aside.rename(out)
         sync(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot write {out}: {error}; mend that, or name another folder") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -176,8 +179,8 @@ def max_shard_bytes(arguments: argparse.Namespace) -> int | None:
     """What `add_shard_size` has read. Raises WeightsError where nothing fits into it."""
     if arguments.max_shard_size is None:
         return None
-    if arguments.max_shard_size <= 0:
-        raise WeightsError(f"--max-shard-size {arguments.max_shard_size} is not above 0")
+    if not 0 < arguments.max_shard_size < float("inf"):
+        raise WeightsError(f"--max-shard-size {arguments.max_shard_size} is no finite number above 0")
     return int(arguments.max_shard_size * 1e6)
 
 

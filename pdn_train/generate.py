@@ -93,7 +93,9 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities, ids = torch.softmax(logits.float() / temperature, -1).sort(dim=-1, descending=True, stable=True)
+    logits = logits.double()  # in fp32 a small temperature makes infinities of them
+    below = (logits - logits.amax(-1, keepdim=True)) / temperature
+    probabilities, ids = torch.softmax(below, -1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities  # of the likelier ones together
     kept = probabilities.masked_fill(before >= top_p, 0)
     return ids.gather(-1, torch.multinomial(kept, 1, generator=generator))[:, 0]
@@ -113,11 +115,21 @@ def _check(model: LanguageModel, prompts: list[list[int]], max_tokens: int, temp
         raise GenerationError(f"top_p={top_p} is outside (0, 1]")
 
 
+def _text(argument: str) -> str:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:  # bytes of the command line that Python has kept as half surrogates
+        raise GenerationError(f"--prompt {argument!r} is not UTF-8") from None
+    return argument
+
+
 def run(a: argparse.Namespace) -> None:
+    if not -(2**63) <= a.seed < 2**63:
+        raise GenerationError(f"--seed {a.seed} does not fit 64 bits")
     model, tokenizer = load_model(a.model, a.device, DTYPES[a.precision], a.kernel)
     if tokenizer is None:
         raise GenerationError(f"{a.model} has no tokenizer.model: put the one its shards were made with there")
-    prompts = [tokenizer.encode(text) for text in a.prompt]
+    prompts = [tokenizer.encode(_text(prompt)) for prompt in a.prompt]
     ends = (tokenizer.eos_id, tokenizer.vocab_size)
     texts, reading, writing = timed(model, prompts, a.max_tokens, a.temperature, a.top_p, a.seed, *ends)
     for prompt, text in zip(prompts, texts, strict=True):

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kernels.passes import check_backend
 from pdn_train import checkpoint, config, interchange
 from pdn_train.checkpoint import STATE, VERSION, CheckpointError
 from pdn_train.config import ConfigError, ModelConfig
@@ -126,10 +127,20 @@ def load_model(
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise WeightsError(f"device {device}: torch finds no GPU here; use the device cpu")
     source = path if isinstance(path, Source) else find(path)
-    model = LanguageModel(source.model if kernel is None else source.model.model_copy(update={"kernel": kernel}))
+    settings = source.model if kernel is None else source.model.model_copy(update={"kernel": kernel})
+    _require_kernel(settings.kernel, device, source)
+    model = LanguageModel(settings)
     load_into(model, source.weights(), source.folder)
     tokenizer = None if source.tokenizer is None else Tokenizer.load(source.tokenizer)
     return model.to(device=device, dtype=dtype).eval(), tokenizer
+
+
+def _require_kernel(kernel: str, device: torch.device | str, source: Source) -> None:
+    try:
+        check_backend(kernel, torch.empty(0, device=device), "the model")
+    except ValueError as error:
+        whose = "its configuration's" if kernel == source.model.kernel else "the one asked for"
+        raise WeightsError(f"{source.folder} cannot run on the kernel {kernel}, {whose}: {error}, that is --kernel torch") from None
 
 
 def _read_fla(source: Source) -> dict[str, Tensor]:

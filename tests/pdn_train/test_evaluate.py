@@ -128,7 +128,26 @@ def test_a_task_that_needs_the_harness_is_named_as_it_was_given(run, monkeypatch
     assert f"error: --tasks {task} needs lm-evaluation-harness" in capsys.readouterr().err
 
 
-def test_stdout_is_the_result_alone_and_the_file_comes_second(run, capsys, tmp_path):
+def test_the_file_has_the_result_though_nobody_reads_stdout(run, monkeypatch):
+    def unread(*_, **options):
+        if "file" not in options:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate, "print", unread, raising=False)
+    with pytest.raises(BrokenPipeError):
+        evaluate.main([str(run[0]), "--samples", "2", "--device", "cpu"])
+    assert json.loads((run[0] / "eval.json").read_text())["ppl"]["samples"] == 2
+
+
+def test_event_files_that_cannot_be_written_are_an_error(run, capsys):
+    (run[0] / "tb").touch()
+    assert evaluate.main([str(run[0]), "--samples", "2", "--device", "cpu"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ppl"]["samples"] == 2
+    assert "error: the result is not in TensorBoard's files: " in said.err
+
+
+def test_stdout_is_the_result_alone_and_needs_no_file(run, capsys, tmp_path):
     """A file that cannot be written costs the exit code, not the result."""
     arguments = [str(run[0]), "--samples", "2", "--device", "cpu", "--output", str(tmp_path / "nowhere" / "eval.json")]
     assert evaluate.main(arguments) == 1

@@ -97,7 +97,7 @@ def test_a_failed_export_leaves_nothing(run, tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(export, "_config_text", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WeightsError, match="cannot write .*/out: disk full"):
         export.export(run[0], tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
@@ -116,7 +116,12 @@ def test_command_line(run, tmp_path, capsys):
     assert export.main([str(run[0]), str(tmp_path / "fla"), "--format", "fla"]) == 0
     assert json.loads((tmp_path / "fla" / "config.json").read_text())["model_type"] == "precond_gated_deltanet"
     assert export.main([str(run[0]), str(tmp_path / "out"), "--max-shard-size", "0"]) == 1
-    assert "--max-shard-size 0.0 is not above 0" in capsys.readouterr().err
+    assert "--max-shard-size 0.0 is no finite number above 0" in capsys.readouterr().err
+    assert export.main([str(run[0]), str(tmp_path / "out"), "--max-shard-size", "nan"]) == 1
+    assert "--max-shard-size nan" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert export.main([str(run[0]), str(tmp_path / "file" / "out")]) == 1
+    assert f"error: cannot write {tmp_path / 'file' / 'out'}: " in capsys.readouterr().err
     assert export.main([str(run[0]), str(tmp_path / "out"), "--max-shard-size", "0.01"]) == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert export.main([str(run[0]), str(tmp_path / "out")]) == 1

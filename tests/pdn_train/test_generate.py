@@ -1,5 +1,7 @@
 """Generation against the full forward at every token; sampling against its probabilities; the command line."""
 
+import os
+
 import pytest
 import torch
 
@@ -84,6 +86,11 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
     assert (shares[kept] - expected / expected.sum()).abs().max() < 0.015
 
 
+@pytest.mark.parametrize("temperature, top_p", [(1e-40, 1.0), (1e-320, 1.0), (1.0, 1e-300)])
+def test_the_smallest_numbers_draw_the_likeliest(temperature, top_p):
+    assert draw([0.1, 0.4, 0.2, 0.3], temperature, top_p, 4).tolist() == [0, 1, 0, 0]
+
+
 def test_ids_beyond_the_tokenizer_are_never_drawn(make_model):
     model = make_model()
     assert max(max(text) for text in generate(model, PROMPTS, 30)) >= 20
@@ -120,6 +127,10 @@ def test_command_line(tmp_path, make_run, make_model, tiny_tokenizer, capsys):
     assert said.err.startswith("2 prompts, ") and "; 10 tokens more in " in said.err and said.err.count("tokens/s") == 2
     assert generation.main([str(folder), "--prompt", "", "--device", "cpu"]) == 1
     assert "a prompt is empty" in capsys.readouterr().err
+    assert generation.main([str(folder), "--prompt", os.fsdecode(b"caf\xe9"), "--device", "cpu"]) == 1
+    assert "error: --prompt 'caf\\udce9' is not UTF-8" in capsys.readouterr().err
+    assert generation.main([*arguments, "--seed", str(2**63)]) == 1
+    assert f"--seed {2**63} does not fit" in capsys.readouterr().err
     (folder / "tokenizer.model").unlink()
     assert generation.main(arguments) == 1
     assert "has no tokenizer.model" in capsys.readouterr().err

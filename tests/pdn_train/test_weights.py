@@ -180,3 +180,11 @@ def test_a_cut_file_is_said_so(run, tmp_path):
 def test_a_gpu_that_is_not_there_is_said_so(run):
     with pytest.raises(WeightsError, match="device cuda: torch finds no GPU here; use the device cpu"):
         weights.load_model(run[0], "cuda")
+
+
+@pytest.mark.parametrize("own, asked, whose", [("triton", None, "its configuration's"), ("torch", "triton", "the one asked for")])
+def test_a_kernel_that_needs_a_gpu_is_said_so(tmp_path, make_run, make_model, monkeypatch, own, asked, whose):
+    monkeypatch.setattr("kernels.passes._interpreted", lambda: False)
+    folder = make_run(tmp_path / "run", make_model(kernel=own))
+    with pytest.raises(WeightsError, match=f"cannot run on the kernel triton, {whose}: .* needs a CUDA device.*--kernel torch"):
+        weights.load_model(folder, "cpu", kernel=asked)
