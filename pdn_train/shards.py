@@ -25,6 +25,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -47,12 +48,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$")]  # beside the manifest
+
+
 class TokenizerInfo(_Part):
     """What the shards record of their tokenizer. `file` lies beside the manifest."""
 
-    file: str
+    file: FileName
     sha256: str
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=2**32)
     bos_id: int | None
     eos_id: int = Field(ge=0)
 
@@ -66,7 +70,7 @@ class Totals(_Part):
 class Shard(_Part):
     """One file: its tokens (eos included), documents, bytes of source text, and the sha256 of the file."""
 
-    file: str
+    file: FileName
     tokens: int = Field(ge=0)
     documents: int = Field(ge=0)
     bytes: int = Field(ge=0)
@@ -109,13 +113,18 @@ def read_manifest(folder: str | Path) -> Manifest:
             raise ShardError(f"{path} has version {tree['version']!r}, this program reads version {VERSION}; prepare the data again")
         manifest = Manifest.model_validate(tree)
     except ValidationError as error:
-        fault = error.errors()[0]
-        raise ShardError(f"{path}: {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']} (found {fault['input']!r})") from None
+        raise ShardError(f"{path}: {_first_fault(error)}; copy or prepare the data again") from None
     except json.JSONDecodeError as error:
         raise ShardError(f"{path} is not JSON ({error}); copy or prepare the data again") from None
     if manifest.dtype not in DTYPES:
         raise ShardError(f"{path}: dtype {manifest.dtype!r} is none of {', '.join(DTYPES)}")
     return manifest
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    where, found = ".".join(map(str, fault["loc"])), "" if fault["type"] == "missing" else f" (found {fault['input']!r})"
+    return f"{where}: {fault['msg']}{found}" if where else f"it holds no object but {fault['input']!r}"
 
 
 def _why_no_manifest(folder: Path) -> str:

@@ -241,6 +241,8 @@ def test_folders_without_a_manifest_say_why(tmp_path, make_shards):
         ({"shards": []}, "lists no shards"),
         ({"tokenizer": None}, "manifest.json: tokenizer"),
         ({"extra": 1}, "manifest.json: extra"),
+        ({"tokenizer": {}}, "manifest.json: tokenizer.file: Field required; copy or prepare"),
+        ({"shards": [{"file": "../a.bin"}]}, r"manifest.json: shards.0.file: .*found '../a.bin'"),
         ({"totals": {"tokens": "many", "documents": 1, "bytes": 1}}, "manifest.json: totals.tokens.*found 'many'"),
     ],
 )
