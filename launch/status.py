@@ -182,11 +182,14 @@ def table(found: list[Status]) -> str:
 def _last_line(file: Path) -> dict:
     """The newest whole entry of metrics.jsonl."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    for line in reversed(lines):
-        entry = parse_line(line)
-        if entry is not None and {"step", "step_seconds"} <= entry.keys():
-            return entry
-    return {}
+    return next((entry for line in reversed(lines) if (entry := parse_line(line)) is not None and _is_ours(entry)), {})
+
+
+def _is_ours(entry: dict) -> bool:
+    """Whether it has what is read of it here; a loss may be null."""
+    others = (entry.get("tokens_per_second"), entry.get("loss"))
+    known = type(entry.get("step")) is int and isinstance(entry.get("step_seconds"), int | float)
+    return known and all(isinstance(x, int | float | None) for x in others)
 
 
 def _newest_checkpoint(root: Path) -> Path | None:
@@ -234,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
             found.append(status(Path(run)))
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
+        except OSError as error:  # a folder of another user's, or one that is being removed
+            print(f"error: cannot read {run}: {error}", file=sys.stderr)
     if found:
         print(detail(found[0]) if len(runs) == 1 else table(found))
     return 0 if len(found) == len(runs) else 2

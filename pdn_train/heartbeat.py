@@ -180,7 +180,7 @@ def obituary(folder: Path) -> str:
     if first is None:
         return ""
     lines = [f"First to fail: {first.place} {first.at}, while {first.doing}: {first.error}"]
-    lines += [first.trace.rstrip()] if first.trace else []
+    lines += [first.trace.rstrip()] if first.trace and not first.final else []  # what a user can mend needs no place in the code
     lines.append("Last words:")
     for word in words:
         state = "no last word" if word.state == "running" else word.state

@@ -198,12 +198,13 @@ def numbers(result: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def cut_back(run_dir: RunDir, step: int) -> None:
-    """One process: remove from metrics.jsonl, validation.jsonl and the event files all that is later than `step`."""
-    for file in (run_dir.metrics, run_dir.validation):
-        if file.exists():
-            kept = [line for line in file.read_text(errors="replace").splitlines() if _is_up_to(line, step)]
-            write_whole(file, "".join(line + "\n" for line in kept).encode())
-    cut_events(run_dir.tensorboard, step)
+    """One process: remove from metrics.jsonl, validation.jsonl and the event files all that is later than `step`. Raises RunDirError."""
+    with run_dir.writing():
+        for file in (run_dir.metrics, run_dir.validation):
+            if file.exists():
+                kept = [line for line in file.read_text(errors="replace").splitlines() if _is_up_to(line, step)]
+                write_whole(file, "".join(line + "\n" for line in kept).encode())
+        cut_events(run_dir.tensorboard, step)
 
 
 def _is_up_to(line: str, step: int) -> bool:

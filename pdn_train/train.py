@@ -279,8 +279,12 @@ def watch(config: Config, world: World) -> Watchdog:
     run_dir = RunDir(Path(config.run_dir))
     world.from_leader(run_dir.create)
     name = world.from_leader(lambda: f"{time.time():.3f}-{os.getpid()}")
-    folder = world.each(lambda: begin_attempt(run_dir.heartbeats, name))
-    return Watchdog(folder, world.rank, world.size, config.launch.hang_seconds).start()
+
+    def begin() -> Path:
+        with run_dir.writing():
+            return begin_attempt(run_dir.heartbeats, name)
+
+    return Watchdog(world.each(begin), world.rank, world.size, config.launch.hang_seconds).start()
 
 
 @record

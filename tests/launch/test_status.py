@@ -229,7 +229,10 @@ def test_several_runs_are_a_table(run, tmp_path, capsys):
 
 def test_damaged_lines_are_passed_over(run):
     entry = {"step": 20, "loss": 3.25, "tokens_per_second": 1.0, "step_seconds": 2.0}
-    (run / "metrics.jsonl").write_bytes(json.dumps(entry).encode() + b'\n{"step": 30}\n5\n\x00\xff\xfe')
+    (run / "metrics.jsonl").write_bytes(json.dumps(entry).encode() + b'\n{"step": 30}\n5\n\x00\xff\xfe\n')
+    for odd in ({"step": "30"}, {"step_seconds": None}, {"loss": "low"}, {"tokens_per_second": []}):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(entry | {"step": 30} | odd) + "\n")
     ending = Ending("0001", "7", 0, 75, "stopped", 20, None, 0.0)
     (run / "endings.jsonl").write_bytes(b"null\n{}\n" + json.dumps(asdict(ending)).encode() + b"\n\xff")
     assert status.status(run).step == 20 and read_endings(RunDir(run)) == [ending]
@@ -273,3 +276,10 @@ def test_a_sweep_s_folder_is_named_as_that(tmp_path, capsys):
     (seed / "config.yaml").unlink()
     (tmp_path / "summary.json").touch()
     assert status.main([str(tmp_path)]) == 2 and capsys.readouterr().err.endswith(command + "\n")
+
+
+def test_files_that_cannot_be_read_are_named(run, capsys):
+    (run / "metrics.jsonl").mkdir()
+    assert status.main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot read {run}: ") and "metrics.jsonl" in error

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pdn_train.checkpoint import Progress
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.outcome import Outcome
-from pdn_train.rundir import RunDir
+from pdn_train.rundir import RunDir, RunDirError
 from pdn_train.saving import Published
 from pdn_train.world import World
 
@@ -138,6 +138,12 @@ def test_what_is_no_entry_is_cut_away(run_dir):
     (run_dir.tensorboard / "events.out.tfevents.f").write_bytes(b"\xff" * 30)
     cut_back(run_dir, 10)
     assert run_dir.metrics.read_bytes() == whole
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(run_dir):
+    run_dir.metrics.mkdir()
+    with pytest.raises(RunDirError, match=f"run_dir={run_dir.path} cannot be written"):
+        cut_back(run_dir, 10)
 
 
 def test_a_full_disk_costs_entries_and_leaves_no_part_of_one(run_dir, caplog):

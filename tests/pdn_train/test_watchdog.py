@@ -60,6 +60,12 @@ def ends(process: subprocess.Popen, seconds: float = 30) -> tuple[int, str]:
         (14, "site-packages/torch/distributed/distributed_c10d.py", True),
     ],
 )
+def test_what_a_user_can_mend_is_said_without_a_traceback(tmp_path):
+    for final, shown in ((True, False), (False, True)):
+        Word(0, state="failed", error="RunDirError: in use", trace="Traceback\n  File x", final=final).write(tmp_path)
+        assert ("Traceback" in obituary(tmp_path)) == shown and "RunDirError: in use" in obituary(tmp_path)
+
+
 def test_a_rank_that_waits_for_others_lets_them_speak_first(tmp_path, monkeypatch, silent, where, claims):
     """Allowed 10 s, and 3 intervals of a second more where it waits."""
     watch = watchdog.Watchdog(tmp_path, 0, 2, 10)
