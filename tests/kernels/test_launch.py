@@ -14,17 +14,18 @@ from kernels.launch import compiling, launch  # noqa: E402
 
 
 class Compiled:
-    """As Triton's: `run` is its launcher, `[grid]` makes a call that tells the profilers."""
+    """As Triton's: `run` is its launcher, `[grid]` loads it and makes a call that tells the profilers."""
 
     function, packed_metadata = 17, (4, 1)
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.loaded = [], []
 
     def run(self, *arguments):
         self.calls.append(("short", arguments))
 
     def __getitem__(self, grid):
+        self.loaded.append(grid)
         return lambda *arguments: self.calls.append((grid, arguments))
 
 
@@ -38,6 +39,7 @@ class Kernel:
         self.warmed.append((arguments, grid, constants))
         if constants["C"] < 0:
             raise ValueError("no such size")
+        return self.compiled
 
     def __getitem__(self, grid):
         def call(*arguments, **constants):
@@ -106,7 +108,8 @@ def test_compiling_runs_nothing_and_compiles_each_new_variant_once(kernel, no_gp
         apart.start()  # another thread's launches run
         apart.join()
     assert (kernel.made, len(kernel.compiled.calls)) == (1, 1)
-    assert [(arguments, grid) for arguments, grid, _ in kernel.warmed] == [((torch.float32, None, 7), (5,))] * 2
+    assert [(arguments, grid) for arguments, grid, _ in kernel.warmed] == [((torch.float32, None, 7), (5, 1, 1))] * 2
+    assert kernel.compiled.loaded == [(5, 1, 1)] * 2  # the machine code too
     assert sorted(constants["C"] for *_, constants in kernel.warmed) == [32, 64]
     launch(kernel, 5, "key", x, C=16, num_warps=4)
     assert len(kernel.compiled.calls) == 2
