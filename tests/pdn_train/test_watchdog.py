@@ -60,12 +60,6 @@ def ends(process: subprocess.Popen, seconds: float = 30) -> tuple[int, str]:
         (14, "site-packages/torch/distributed/distributed_c10d.py", True),
     ],
 )
-def test_what_a_user_can_mend_is_said_without_a_traceback(tmp_path):
-    for final, shown in ((True, False), (False, True)):
-        Word(0, state="failed", error="RunDirError: in use", trace="Traceback\n  File x", final=final).write(tmp_path)
-        assert ("Traceback" in obituary(tmp_path)) == shown and "RunDirError: in use" in obituary(tmp_path)
-
-
 def test_a_rank_that_waits_for_others_lets_them_speak_first(tmp_path, monkeypatch, silent, where, claims):
     """Allowed 10 s, and 3 intervals of a second more where it waits."""
     watch = watchdog.Watchdog(tmp_path, 0, 2, 10)
@@ -94,6 +88,12 @@ def test_a_rank_that_raises_takes_a_waiting_one_down_and_is_the_first(start, tmp
     assert (first.rank, first.step, first.error) == (1, 3, "ValueError: rank 1 has had enough") and "Traceback" in first.trace
     told = obituary(tmp_path)
     assert told.startswith(f"First to fail: rank 1 (process {failing.pid}") and "Traceback" in told and "in stuck_here" in told
+
+
+def test_what_a_user_can_mend_is_said_without_a_traceback(tmp_path):
+    for final, shown in ((True, False), (False, True)):
+        Word(0, state="failed", error="RunDirError: in use", trace="Traceback\n  File x", final=final).write(tmp_path)
+        assert ("Traceback" in obituary(tmp_path)) == shown and "RunDirError: in use" in obituary(tmp_path)
 
 
 def test_a_killed_rank_is_missed_by_its_neighbour(start, tmp_path):
