@@ -174,8 +174,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _act(a: argparse.Namespace) -> int:
-    if a.jobs < 1:
-        raise SweepError(f"--jobs {a.jobs} is below 1")
+    for name, value, least in (("--jobs", a.jobs, 1), ("--gpus", a.gpus, 0), ("--minutes", a.minutes, 0)):
+        if not value >= least:  # nan neither
+            raise SweepError(f"{name} {value} is not at least {least}")
     sweep, runs = load(a.sweep, a.folder, a.set)
     only = {name for name in a.only.split(",") if name}
     if unknown := only - sweep.settings.keys() - sweep.variants.keys():

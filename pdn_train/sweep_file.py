@@ -74,6 +74,7 @@ def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep,
     for pair in sweep.pairs:
         if len(pair) != 2 or not set(pair) <= sweep.variants.keys():
             raise SweepError(f"{path}: pairs={pair} is not two of the variants {', '.join(sweep.variants)}")
+    _check_names(path, sweep)
     root = Path(folder or sweep.folder)
     runs = []
     for seed in sweep.seeds:
@@ -93,6 +94,16 @@ def load(path: str | Path, folder: str | None, extra: list[str]) -> tuple[Sweep,
         except ConfigError as error:
             raise SweepError(f"{path}: the run {run.folder}: {error}") from None
     return sweep, runs
+
+
+def _check_names(path: str | Path, sweep: Sweep) -> None:
+    """Raise SweepError unless each run has a folder of its own and --only can name each setting and variant."""
+    if len(set(sweep.seeds)) < len(sweep.seeds):
+        raise SweepError(f"{path}: seeds={sweep.seeds} names one twice")
+    for key in ("settings", "variants", "choices"):
+        for name in getattr(sweep, key):
+            if name in ("", ".", "..") or set(name) & set("/,\0"):
+                raise SweepError(f"{path}: {key} has the name {name!r}, which is to be that of a folder: without / and comma")
 
 
 def _read(path: str | Path) -> Sweep:

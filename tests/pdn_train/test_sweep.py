@@ -342,6 +342,9 @@ def test_missing_and_unknown_keys_are_one_line(file, capsys):
         ("pairs: [[gdn, pgdn]]", "pairs: [[gdn, kda]]", "is not two of the variants gdn, pgdn"),
         ("better: higher", "better: more", "better"),
         ("seeds: [1, 2, 3]", "seeds: []", "seeds"),
+        ("seeds: [1, 2, 3]", "seeds: [1, 2, 1]", "seeds=[1, 2, 1] names one twice"),
+        ("{gdn:", "{a/b: [], gdn:", "variants has the name 'a/b'"),
+        ("{short:", "{..: [], short:", "settings has the name '..'"),
         ("data.seq_len=16", "train.steps=3, eval.every=2", "eval.every=2 must divide train.steps=3"),
         ("data.seq_len=16", "data.seqlen=16", "unknown key 'data.seqlen'"),
         ("data.seq_len=16", "train.micro_batch=3", "short/gdn/only/seed_1: train.global_batch=4 is not a multiple"),
@@ -352,6 +355,12 @@ def test_refusals(file, capsys, old, new, message):
     assert sweep.main([str(file), "--summary"]) == 2
     assert message in capsys.readouterr().err
     assert sweep.main([str(file), "--only", "short,nothing"]) == 2
+
+
+@pytest.mark.parametrize("option", [["--jobs", "0"], ["--gpus", "-1"], ["--minutes", "-1.0"], ["--minutes", "nan"]])
+def test_options_out_of_range_are_refused(file, capsys, option):
+    assert sweep.main([str(file), *option]) == 2
+    assert f"error: {option[0]} {option[1]} is not at least" in capsys.readouterr().err
 
 
 # ---- the arithmetic ----
