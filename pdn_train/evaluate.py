@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from pdn_train.board import Board, scalar
 from pdn_train.checkpoint import folders, step_of
 from pdn_train.files import to_json, write_whole
 from pdn_train.metrics import numbers
@@ -52,11 +53,9 @@ def to_tensorboard(result: dict) -> None:
     run_dir = RunDir(folder.parent.parent)
     if folder not in folders(run_dir.checkpoints):
         return
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(run_dir.tensorboard / "evaluation")) as writer:
-        for name, value in numbers(result):
-            writer.add_scalar(f"evaluation/{name}", value, step_of(folder))
+    where = run_dir.tensorboard / "evaluation"
+    where.mkdir(parents=True, exist_ok=True)
+    Board(where).add(step_of(folder), [scalar(f"evaluation/{name}", value) for name, value in numbers(result)])
 
 
 def tell(result: str, file: Path) -> int:

@@ -47,6 +47,7 @@ from pdn_train.config import ModelConfig
 from pdn_train.model import LanguageModel
 
 DATA = ("seq_len", "reset_at_documents", "val_path")  # keys of the data section that go with a model
+NUMBERS = ("hidden_size", "num_heads", "head_dim", "expand_k", "hidden_ratio", "squash_x")  # of config.json, that others are made of
 NO_DECAY = -1000.0
 
 MODEL = {"embedding.weight": "model.embeddings.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
@@ -234,6 +235,7 @@ def to_json(model: ModelConfig, data: dict, end: int | None, begin: int | None) 
 
 def from_json(tree: dict) -> tuple[ModelConfig, dict]:
     """The model and the data settings of a config.json, ours or another's. Raises InterchangeError where this project has no such model."""
+    _check_tree(tree)
     model_type, own = tree.get("model_type"), tree.get("pdn_train", {})
     recurrence = own.get("recurrence") or next((r for r in ("dn", "gdn", "kda", "pgdn", "pkda") if CLASSES[r][0] == model_type), None)
     if recurrence not in CLASSES or CLASSES[recurrence][0] != model_type:
@@ -242,7 +244,7 @@ def from_json(tree: dict) -> tuple[ModelConfig, dict]:
             + (f", and pdn_train.recurrence={recurrence!r} is not one of that type" if own else "")
         )
     tree = DEFAULTS | tree
-    missing = [key for key in ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size", "norm_eps") if key not in tree]
+    missing = [key for key in ("hidden_size", "num_hidden_layers", "num_heads", "vocab_size", "norm_eps") if tree.get(key) is None]
     if missing:
         raise InterchangeError(f"config.json has no {missing[0]}")
     width = round(tree["hidden_size"] * tree.get("expand_k", 1.0)) if recurrence == "dn" else tree["num_heads"] * tree.get("head_dim", 0)
@@ -264,8 +266,18 @@ def from_json(tree: dict) -> tuple[ModelConfig, dict]:
     for key, value in fields(model).items():
         if key != "architectures" and (key not in tree or tree[key] != value):
             raise InterchangeError(f"{key}={tree.get(key)!r} in config.json: this project's {recurrence} has {value!r}")
-    length = {"seq_len": tree["max_position_embeddings"]} if "max_position_embeddings" in tree else {}
+    length = {"seq_len": tree["max_position_embeddings"]} if tree.get("max_position_embeddings") is not None else {}
     return model, length | {key: own[key] for key in DATA if key in own}
+
+
+def _check_tree(tree: object) -> None:
+    """Raise InterchangeError where it is no object, or a number that is computed with is none."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("pdn_train", {}), dict):
+        raise InterchangeError("config.json, or its key pdn_train, is no object")
+    for key in NUMBERS:
+        value = tree.get(key)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
+            raise InterchangeError(f"{key}={value!r} in config.json is no number above 0")
 
 
 def _mlp_size(tree: dict) -> int:

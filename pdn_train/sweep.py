@@ -174,9 +174,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _act(a: argparse.Namespace) -> int:
-    for name, value, least in (("--jobs", a.jobs, 1), ("--gpus", a.gpus, 0), ("--minutes", a.minutes, 0)):
-        if not value >= least:  # nan neither
-            raise SweepError(f"{name} {value} is not at least {least}")
+    for name, given, least in (("--jobs", a.jobs, 1), ("--gpus", a.gpus, 0), ("--minutes", a.minutes, 0)):
+        if not given >= least:  # nan neither
+            raise SweepError(f"{name} {given} is not at least {least}")
     sweep, runs = load(a.sweep, a.folder, a.set)
     only = {name for name in a.only.split(",") if name}
     if unknown := only - sweep.settings.keys() - sweep.variants.keys():
@@ -199,11 +199,21 @@ def _act(a: argparse.Namespace) -> int:
             failed = runner.run(wanted, a.jobs)
         stopped = runner.stopped
     made = summary(sweep, runs)
-    root.mkdir(parents=True, exist_ok=True)
-    write_whole(root / "summary.json", (to_json(made, indent=2) + "\n").encode())
-    write_whole(root / "summary.md", table(made).encode())
-    print(table(made))
+    try:
+        _keep(made, root)
+    finally:
+        print(table(made))  # what runs of hours have given, also where a full disk does not take it
     return 1 if failed else REQUEUE if stopped else 0
+
+
+def _keep(made: dict, root: Path) -> None:
+    """Write FOLDER/summary.md and summary.json. Raises SweepError."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        write_whole(root / "summary.json", (to_json(made, indent=2) + "\n").encode())
+        write_whole(root / "summary.md", table(made).encode())
+    except OSError as error:
+        raise SweepError(f"cannot write the summary to {root}: {error.strerror}; --summary makes it again") from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,6 +27,7 @@ from kernels.passes import check_backend
 from pdn_train import checkpoint, config, interchange
 from pdn_train.checkpoint import STATE, VERSION, CheckpointError
 from pdn_train.config import ConfigError, ModelConfig
+from pdn_train.explain import explain
 from pdn_train.interchange import InterchangeError
 from pdn_train.model import LanguageModel
 from pdn_train.rundir import RunDir
@@ -34,6 +36,11 @@ from pdn_train.tokenizer import Tokenizer, TokenizerError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # what a model can be loaded in, by the name on the command line
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # an export's weights: one file, or the index of several
 VERSION_KEY = "pdn_train"  # of an export's metadata: `checkpoint.VERSION`
+DATA_KINDS = {  # of an export's data section, which may have been written by hand
+    "seq_len": (lambda value: type(value) is int and value >= 1, "a whole number above 0"),
+    "reset_at_documents": (lambda value: isinstance(value, bool), "true or false"),
+    "val_path": (lambda value: isinstance(value, str), "a folder's name"),
+}
 TIED = ("embedding.weight", "head.weight")
 
 
@@ -71,7 +78,8 @@ def find(path: str | Path) -> Source:
         if (path / "config.json").exists():
             return _find_fla(path)
         tree = _read_tree(path / "config.yaml", lambda text: config.parse(text, str(path / "config.yaml")))
-        return Source(path, "safetensors", _model_config(tree, path), tree.get("data") or {}, _if_there(path / "tokenizer.model"))
+        data = _data_settings(tree.get("data") or {}, path)
+        return Source(path, "safetensors", _model_config(tree, path), data, _if_there(path / "tokenizer.model"))
     if RunDir(path).checkpoints.is_dir():
         path = checkpoint.newest(RunDir(path).checkpoints)
         tree = _read_tree(path / STATE, json.loads)["config"]
@@ -89,8 +97,8 @@ def _find_fla(path: Path) -> Source:
     try:
         model, data = interchange.from_json(tree)
     except ValueError as error:
-        raise WeightsError(f"{path} holds no model that this project has: {error}") from error
-    return Source(path, "fla", model, data, _if_there(path / "tokenizer.model"))
+        raise WeightsError(f"{path} holds no model that this project has: {_said(error)}") from error
+    return Source(path, "fla", model, _data_settings(data, path), _if_there(path / "tokenizer.model"))
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
@@ -171,12 +179,20 @@ def _check_version(file: Path) -> None:
 def _read_export(folder: Path) -> dict[str, Tensor]:
     if (folder / SINGLE).exists():
         return _read_file(folder / SINGLE)
-    places = _read_tree(folder / INDEX, json.loads)["weight_map"]
+    places = _read_tree(folder / INDEX, _places)
     files = {file: _read_file(folder / file) for file in sorted(set(places.values()))}
     missing = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
     if missing:
         raise WeightsError(f"{folder / INDEX} names {missing[0]}, which is not there; export again")
     return {name: files[file][name] for name, file in places.items()}
+
+
+def _places(text: str) -> dict[str, str]:
+    """Tensor -> file, of an index. Raises ValueError."""
+    try:
+        return TypeAdapter(dict[str, str]).validate_python(json.loads(text)["weight_map"])
+    except (LookupError, TypeError, ValidationError):
+        raise ValueError("it holds no weight_map of names to files; export again") from None
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
@@ -219,7 +235,21 @@ def _model_config(tree: dict, path: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(tree["model"])
     except (KeyError, ValueError) as error:
-        raise WeightsError(f"{path}: its configuration has no usable model section: {error}") from error
+        raise WeightsError(f"{path}: its configuration has no usable model section: {_said(error)}") from error
+
+
+def _data_settings(tree: object, path: Path) -> dict:
+    """What an export says of its data; a key without a value is none."""
+    if not isinstance(tree, dict):
+        raise WeightsError(f"{path}: its configuration's data section is {tree!r}, no mapping")
+    for key, (fits, kind) in DATA_KINDS.items():
+        if tree.get(key) is not None and not fits(tree[key]):
+            raise WeightsError(f"{path}: its data.{key}={tree[key]!r} is not {kind}")
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+def _said(error: Exception) -> str:
+    return explain(error, list(ModelConfig.model_fields)) if isinstance(error, ValidationError) else str(error)
 
 
 def _if_there(file: Path) -> Path | None:

@@ -133,6 +133,13 @@ def test_ablations_have_no_class_there(folders, change, tmp_path):
         ("gdn", "hidden_size", 48, r"attn_norm.weight is \(32,\) there, its config.json asks for \(48,\)|embeddings.weight is"),
         ("kda", "lower_bound", -5, "lower_bound=-5 in config.json: this project's kda has None"),
         ("dn", "qk_norm", "sum", "qk_norm='sum'"),
+        ("dn", "num_heads", 0, "num_heads=0 in config.json is no number above 0"),
+        ("gdn", "head_dim", "64", "head_dim='64' in config.json is no number above 0"),
+        ("gdn", "norm_eps", None, "config.json has no norm_eps"),
+        ("gdn", "vocab_size", "512", "vocab_size='512': input should be a valid integer$"),
+        ("gdn", "pdn_train", [], "config.json, or its key pdn_train, is no object"),
+        ("gdn", "pdn_train", {"seq_len": "48"}, "data.seq_len='48' is not a whole number above 0"),
+        ("gdn", "pdn_train", {"reset_at_documents": 1}, "data.reset_at_documents=1 is not true or false"),
         ("pgdn", "pdn_train", {"recurrence": "pdn"}, "a_proj.weight is not what pdn makes of it"),
         ("pgdn", "pdn_train", {"recurrence": "pgdn", "tie_gates": True}, r"a_atk_proj.weight has no place|\(.*there|is not what"),
     ],
@@ -143,6 +150,16 @@ def test_a_folder_of_another_kind_says_what_differs(folders, kind, key, value, m
     (folder / "config.json").write_text(json.dumps(tree))
     with pytest.raises(WeightsError, match=message):
         weights.load_weights(folder)
+
+
+def test_a_length_of_null_is_none(folders):
+    _, _, folder = folders("gdn")
+    tree = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": None, "pdn_train": {}}
+    (folder / "config.json").write_text(json.dumps(tree))
+    assert weights.find(folder).data == {}
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(WeightsError, match="is no object"):
+        weights.find(folder)
 
 
 def test_tensors_missing_or_too_many_are_named(folders, tmp_path, capsys):

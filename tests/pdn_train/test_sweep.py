@@ -91,6 +91,14 @@ def test_it_runs_what_is_not_done_and_says_what_failed(file, tmp_path, trained, 
     assert (tmp_path / "runs" / "summary.md").read_text().strip() in capsys.readouterr().out
 
 
+def test_a_summary_that_cannot_be_written_is_printed(file, tmp_path, trained, capsys):
+    (tmp_path / "runs" / "summary.md").mkdir(parents=True)
+    assert sweep.main([str(file)]) == 2
+    said = capsys.readouterr()
+    assert "| gdn -> pgdn |" in said.out
+    assert f"error: cannot write the summary to {tmp_path / 'runs'}: Is a directory; --summary makes it again" in said.err
+
+
 @pytest.mark.parametrize("metric", ["tasks/mqar", "tasks/niah/accuracy", "perplexity"])
 def test_a_metric_that_the_runs_do_not_measure(metric, file, trained, capsys):
     file.write_text(file.read_text().replace("tasks/mqar/accuracy", metric))

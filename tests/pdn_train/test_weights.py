@@ -8,7 +8,7 @@ import torch
 
 from pdn_train import export, weights
 from pdn_train.checkpoint import CheckpointError, folder_name
-from pdn_train.weights import SINGLE, WeightsError
+from pdn_train.weights import INDEX, SINGLE, WeightsError
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 64}
 STEP = f"checkpoints/{folder_name(5)}"
@@ -173,6 +173,14 @@ def test_a_cut_file_is_said_so(run, tmp_path):
     file = tmp_path / "out" / SINGLE
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(WeightsError, match=rf"cannot read .*{SINGLE}"):
+        weights.load_weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("index", ["null", "{}", '{"weight_map": []}', '{"weight_map": {"norm.weight": 3}}'])
+def test_an_index_of_other_things_is_said_so(run, tmp_path, index):
+    export.export(run[0], tmp_path / "out", 1000)
+    (tmp_path / "out" / INDEX).write_text(index)
+    with pytest.raises(WeightsError, match=rf"cannot read .*{INDEX}: it holds no weight_map of names to files"):
         weights.load_weights(tmp_path / "out")
 
 
