@@ -1,7 +1,7 @@
-"""A training step's kernels, compiled side by side before the first step.
+"""A run's kernels, compiled side by side before its first step.
 
 A kernel is known only by its launch, and a step launches some 30 one after the other, each of which would wait for its own compilation.
-So one micro-batch goes through a model of one block first, forward and backward, inside `kernels.launch.compiling`: products of matrices
+So one micro-batch goes through a model of one block first, forward, backward and forward alone, inside `kernels.launch.compiling`: products of matrices
 run, over memory that nothing has written, and kernels are compiled and not run. What a step of the whole model launches beyond that (the
 exchanges of `pdn_train.sequence`) is compiled when it is met.
 """
@@ -15,7 +15,7 @@ from pdn_train.model import LanguageModel
 
 
 def compile_kernels(config: Config, device: torch.device) -> None:
-    """Of a training step with this configuration on this GPU. Needs memory for one block, the embedding and the head."""
+    """Of a training step with this configuration, and of its validation, on this GPU. Needs memory for one block, the embedding and the head."""
     if config.model.kernel != "triton":
         return
     from kernels.launch import compiling  # Triton is not on every machine
@@ -29,5 +29,7 @@ def compile_kernels(config: Config, device: torch.device) -> None:
         ids, cu_seqlens = ids.view(1, -1), length * torch.arange(samples + 1, dtype=torch.int32)
     with compiling(device), torch.autograd.set_multithreading_enabled(False):  # of this thread: `compiling` knows no other
         (1.0 * model(ids, ids, cu_seqlens)).backward()
+        with torch.no_grad():  # validation
+            model(ids, ids, cu_seqlens)
     del model
     torch.cuda.empty_cache()  # the whole model is laid out afresh

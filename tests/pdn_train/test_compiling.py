@@ -25,12 +25,15 @@ def configured(recurrence, data, train):
 
 
 def step(config):
+    """And what validation runs."""
     model = LanguageModel(config.model, config.train.activation_checkpoint)
     model.init_weights(0)
     ids, cu_seqlens = torch.arange(64, device=DEVICE).view(2, 32), None
     if config.data.reset_at_documents:
         ids, cu_seqlens = ids.view(1, -1), torch.tensor([0, 5, 32, 64], dtype=torch.int32)
     model.to(DEVICE)(ids, ids, cu_seqlens).backward()
+    with torch.no_grad():
+        model(ids, ids, cu_seqlens)
 
 
 class Lookups(dict):
