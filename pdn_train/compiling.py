@@ -1,9 +1,9 @@
 """A run's kernels, compiled side by side before its first step.
 
-A kernel is known only by its launch, and a step launches some 30 one after the other, each of which would wait for its own compilation.
-So one micro-batch goes through a model of one block first, forward, backward and forward alone, inside `kernels.launch.compiling`: products of matrices
-run, over memory that nothing has written, and kernels are compiled and not run. What a step of the whole model launches beyond that (the
-exchanges of `pdn_train.sequence`) is compiled when it is met.
+A kernel is known only by its launch, and a step launches some 30 one after the other, each of which would wait for its own compilation. So
+one micro-batch goes through a model of one block first, as in training and as in validation, inside `kernels.launch.compiling`: products
+of matrices run, over memory that nothing has written, and kernels are compiled and not run. What a step of the whole model launches beyond
+that (the exchanges of `pdn_train.sequence`) is compiled when it is met.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdn_train.model import LanguageModel
 
 
 def compile_kernels(config: Config, device: torch.device) -> None:
-    """Of a training step with this configuration, and of its validation, on this GPU. Needs memory for one block, the embedding and the head."""
+    """Of training and validation with this configuration on this GPU. Needs memory for one block, the embedding and the head."""
     if config.model.kernel != "triton":
         return
     from kernels.launch import compiling  # Triton is not on every machine
