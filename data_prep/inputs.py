@@ -14,11 +14,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 import zstandard
 
@@ -168,12 +170,21 @@ def find_inputs(arguments: list[str], text_field: str) -> list[FileInput]:
 
 
 def _folder(folder: Path, text_field: str) -> list[FileInput]:
-    """Hidden files and folders are left out: download caches live there."""
-    names = [path.relative_to(folder) for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file()]
-    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    """Hidden files and folders are left out: download caches live there. Links to folders are too, which may lead back, and named."""
+    names = []
+    for at, folders, files in os.walk(folder, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for link in sorted(path for name in folders if (path := Path(at, name)).is_symlink()):
+            print(f"notice: {link} is a link to a folder and is left out; name it as an INPUT to have it read", file=sys.stderr)
+        visible = [Path(at, name) for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
+        names += [path.relative_to(folder) for path in visible if path.is_file()]
     if not names:
         raise InputError(f"the folder {folder} holds no file that ends in {', '.join(SUFFIXES)}")
     return [FileInput(folder / name, name.as_posix(), text_field) for name in sorted(names, key=lambda name: name.as_posix())]
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise InputError(f"cannot read the folder {error.filename}: {error.strerror}; mend its rights, or move it away") from error
 
 
 def batches(inputs: list[FileInput] | list[DatasetInput], start: Place) -> Iterator[Batch]:

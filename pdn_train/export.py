@@ -60,6 +60,8 @@ def export(
     source = find(path)
     weights = source.weights()
     _check(weights, source)
+    if source.tokenizer is not None:
+        Tokenizer.load(source.tokenizer)  # of which nothing may be known before it is copied
     write = {"safetensors": _write_own, "fla": _write_fla}[format]
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:

@@ -36,13 +36,21 @@ def data_faults(config: Config) -> tuple[list[str], list[str]]:
         try:
             open_samples(folder, data.seq_len, data.seed, config.model.vocab_size)
         except ShardError as error:
-            (faults if (Path(folder) / MANIFEST).exists() else missing).append(str(error))
+            (missing if _is_missing(Path(folder) / MANIFEST) else faults).append(str(error))
     if not missing and not faults:
         try:
             open_all(config)
         except ShardError as error:
             faults.append(str(error))
     return missing, faults
+
+
+def _is_missing(file: Path) -> bool:
+    """Not one that may not be looked at."""
+    try:
+        return not file.exists()
+    except OSError:
+        return False
 
 
 def tell_faults(missing: list[str], faults: list[str]) -> int:

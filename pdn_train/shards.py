@@ -18,6 +18,7 @@ message. Opening checks every file's size (one stat each), `faults` its contents
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -355,6 +356,10 @@ def check_size(folder: Path, shard: Shard, dtype: str) -> None:
         found = path.stat().st_size
     except FileNotFoundError:
         raise ShardError(f"{path} is missing: expected {expected} bytes, found no file; copy or prepare it again") from None
+    except OSError as error:
+        raise ShardError(f"cannot read {path}: {error.strerror}") from error
+    if not os.access(path, os.R_OK):
+        raise ShardError(f"cannot read {path}: {os.strerror(errno.EACCES)}; mend its rights")
     if found != expected:
         raise ShardError(
             f"{path} has the wrong size: expected {expected} bytes ({shard.tokens} {dtype} tokens), found {found}; copy or prepare it again"
@@ -366,7 +371,10 @@ def tokenizer_fault(folder: str | Path, tokenizer: TokenizerInfo) -> str | None:
     path = Path(folder) / tokenizer.file
     if not path.is_file():
         return f"{path} is missing: the tokenizer of these shards (sha256 {tokenizer.sha256}); copy it back or prepare the shards again"
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
     if found != tokenizer.sha256:
         return f"{path} is not the tokenizer of these shards: expected sha256 {tokenizer.sha256}, found {found}; copy it back"
     return None

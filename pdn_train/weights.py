@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,13 @@ class Source:
 
 def find(path: str | Path) -> Source:
     """What lies at `path`: a run folder, a checkpoint or an export. Raises WeightsError or CheckpointError where none is whole."""
-    path = Path(path)
+    try:
+        return _find(Path(path))
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}: {error}") from error
+
+
+def _find(path: Path) -> Source:
     if (path / SINGLE).exists() or (path / INDEX).exists():
         if (path / "config.json").exists():
             return _find_fla(path)
@@ -81,6 +88,7 @@ def find(path: str | Path) -> Source:
         data = _data_settings(tree.get("data") or {}, path)
         return Source(path, "safetensors", _model_config(tree, path), data, _if_there(path / "tokenizer.model"))
     if RunDir(path).checkpoints.is_dir():
+        os.listdir(RunDir(path).checkpoints)  # a glob finds nothing in a folder that it may not read
         path = checkpoint.newest(RunDir(path).checkpoints)
         tree = _read_tree(path / STATE, json.loads)["config"]
     elif (path / STATE).exists():
@@ -168,6 +176,7 @@ def _read_own(folder: Path) -> dict[str, Tensor]:
 
 def _check_version(file: Path) -> None:
     try:
+        file.open("rb").close()  # whose reason for a refusal is the right one
         with safe_open(file, "pt") as opened:
             found = (opened.metadata() or {}).get(VERSION_KEY)
     except (OSError, SafetensorError) as error:
@@ -197,6 +206,7 @@ def _places(text: str) -> dict[str, str]:
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     try:
+        file.open("rb").close()  # whose reason for a refusal is the right one
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot read {file}: {error}; export again") from error

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -213,3 +214,28 @@ def test_an_empty_file_is_a_compressed_one_that_broke_off(name, tmp_path):
     (tmp_path / name).touch()
     records = list(FileInput(tmp_path / name, name, "text").read(0))
     assert [record.form for record in records] == ([] if name == "a.jsonl" else ["bad"])
+
+
+def test_a_folder_inside_that_cannot_be_read_is_no_silent_loss(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "inside").mkdir()
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("inside"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(InputError, match=f"cannot read the folder {tmp_path / 'inside'}: Permission denied"):
+        find_inputs([str(tmp_path)], "text")
+
+
+def test_a_link_to_a_folder_is_named(tmp_path, capsys):
+    for name in ("in", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").touch()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "other")
+    assert [item.name for item in find_inputs([str(tmp_path / "in")], "text")] == ["a.txt"]
+    assert capsys.readouterr().err.startswith(f"notice: {tmp_path / 'in' / 'link'} is a link to a folder and is left out; name it")
+    assert len(find_inputs([str(tmp_path / "in"), str(tmp_path / "in" / "link")], "text")) == 2

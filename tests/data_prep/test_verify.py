@@ -75,3 +75,22 @@ def test_wrong_totals_and_tokenizers_are_faults(folder, capsys):
 def test_a_folder_without_a_manifest_fails(tmp_path, capsys):
     assert verify.main([str(tmp_path)]) == 1
     assert "no manifest.json" in capsys.readouterr().err
+
+
+def test_what_may_not_be_read_is_a_fault(folder, capsys, monkeypatch):
+    """Rights are those of the calls: a test may run as root, who has all."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert verify.main([str(folder)]) == 1
+    assert "000000.bin: Permission denied; mend its rights" in capsys.readouterr().err
+    monkeypatch.undo()
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    assert verify.main([str(folder)]) == 1
+    assert "tokenizer.model: Permission denied" in capsys.readouterr().err
+    monkeypatch.setattr("pathlib.Path.is_dir", refuse)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path: refuse(path))
+    assert verify.main([str(folder)]) == 1
+    assert "manifest.json: Permission denied" in capsys.readouterr().err

@@ -35,6 +35,16 @@ def test_every_folder_has_its_own_fault(tiny_shards):
     assert missing == ["nope is not a folder: name one made by `python -m data_prep.prepare`"]
 
 
+def test_what_may_not_be_read_is_no_data_to_come(tiny_shards, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_text", refuse)
+    monkeypatch.setattr("pathlib.Path.exists", refuse)
+    missing, (fault, _) = faults(tiny_shards)
+    assert missing == [] and fault == f"cannot read {tiny_shards}/manifest.json: Permission denied"
+
+
 def test_faults_of_all_folders_together(tiny_shards, make_shards, tmp_path):
     other = make_shards(tmp_path / "other", [list(range(3, 100))] * 3)
     missing, (fault,) = faults(tiny_shards, val_path=str(other))

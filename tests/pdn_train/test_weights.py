@@ -176,6 +176,20 @@ def test_a_cut_file_is_said_so(run, tmp_path):
         weights.load_weights(tmp_path / "out")
 
 
+def test_what_may_not_be_read_is_said_so(run, tmp_path, monkeypatch):
+    """Rights are those of the calls: a test may run as root, who has all."""
+    export.export(run[0], tmp_path / "out")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "that file")
+
+    for name, path in (("pathlib.Path.exists", tmp_path / "out"), ("os.listdir", run[0]), ("pathlib.Path.open", tmp_path / "out")):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, refuse)
+            with pytest.raises(WeightsError, match="cannot read .*Permission denied: 'that file'"):
+                weights.load_weights(path)
+
+
 @pytest.mark.parametrize("index", ["null", "{}", '{"weight_map": []}', '{"weight_map": {"norm.weight": 3}}'])
 def test_an_index_of_other_things_is_said_so(run, tmp_path, index):
     export.export(run[0], tmp_path / "out", 1000)
