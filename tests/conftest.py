@@ -32,6 +32,25 @@ def own_environment():
     os.environ.update(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_patches_once():
+    """Triton's interpreter patches triton.language at a launch, and over again at each call of a device function: a third of its time."""
+    try:
+        from triton.runtime import interpreter
+        from triton.runtime.interpreter import _LangPatchScope, _patch_lang
+    except ImportError:  # no Triton, or a release in which it is done otherwise
+        return
+    language = interpreter.tl
+
+    def patch_what_is_not(fn):
+        modules = [x for x in (language, language.core) if any(y is x for y in fn.__globals__.values())]
+        if not modules or any(language.core.is_builtin(module.load) for module in modules):
+            return _patch_lang(fn)
+        return _LangPatchScope()  # nothing to undo
+
+    interpreter._patch_lang = patch_what_is_not
+
+
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
     """About 400 documents of four verses."""
