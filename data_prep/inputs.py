@@ -73,8 +73,11 @@ class FileInput:
 
     @property
     def identity(self) -> list:
-        """What tells whether a later run reads the same input."""
-        return [self.name, self.path.stat().st_size]
+        """What tells whether a later run reads the same input. Raises InputError."""
+        try:
+            return [self.name, self.path.stat().st_size]
+        except OSError as error:
+            raise InputError(f"cannot read {self.path}: {error.strerror}") from error
 
     def __str__(self) -> str:
         return str(self.path)

@@ -142,10 +142,12 @@ def prepare(options: Options) -> None:
     tokenizer = Tokenizer.load(options.rules.tokenizer_file)
     if options.rules.lossless:
         tokenizer.check_lossless()
-    with Journal(options.output, _identity(options, tokenizer)) as journal:
+    identity = _identity(options, tokenizer)
+    with Journal(options.output, identity) as journal:
         run = _Run(options, journal, _writers(options, tokenizer, journal))
         for encoded in encode_in_order(options.rules, batches(options.inputs, journal.place), options.workers):
             run.take(encoded)
+        _compare(identity, _identity(options, tokenizer), options.output)  # a file may have been cut, or grown, while it was read
         run.finish()
 
 

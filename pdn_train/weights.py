@@ -220,8 +220,28 @@ def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return {name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in gather_fp32_weights(folder).items()}
 
 
+def _read_published(folder: Path) -> dict[str, Tensor]:
+    """A checkpoint that its run may give up meanwhile."""
+    try:
+        weights = _read_checkpoint(folder)
+    except Exception:  # whatever the files' readers raise where one has gone
+        _require_still_there(folder)
+        raise
+    _require_still_there(folder)
+    return weights
+
+
+def _require_still_there(folder: Path) -> None:
+    """Raise WeightsError where a run that trains has given the checkpoint up meanwhile: its mark goes first."""
+    if not (folder / checkpoint.COMPLETE).exists():
+        raise WeightsError(
+            f"{folder} was removed while it was read: its run trains on and keeps the newest only; give the command again, or let the run "
+            "keep some (checkpoint.keep, checkpoint.keep_every)"
+        )
+
+
 _READ = {
-    "checkpoint": lambda source: _read_checkpoint(source.folder),
+    "checkpoint": lambda source: _read_published(source.folder),
     "safetensors": lambda source: _read_own(source.folder),
     "fla": _read_fla,
 }

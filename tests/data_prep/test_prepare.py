@@ -549,6 +549,20 @@ def test_a_journal_of_other_things_is_named(line, at, corpus, tiny_tokenizer, tm
     assert error.startswith("error: ") and ("is damaged (" in error or "was begun with tokenizer (sha256) None" in error)
 
 
+@pytest.mark.parametrize("size, said", [(10, "now it is a.jsonl of 10 bytes"), (None, "cannot read")])
+def test_an_input_that_changes_while_it_is_read_is_no_silent_loss(size, said, tiny_tokenizer, tmp_path, monkeypatch, capsys):
+    (path := tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 20)
+    read = prepare.batches
+
+    def change(*given):
+        yield from read(*given)
+        path.unlink() if size is None else os.truncate(path, size)
+
+    monkeypatch.setattr(prepare, "batches", change)
+    assert _run(tmp_path / "out", [path], tiny_tokenizer) == 1
+    assert said in capsys.readouterr().err and not (tmp_path / "out" / "manifest.json").exists()
+
+
 def test_a_name_that_is_no_utf_8_is_gone_on_from(tiny_tokenizer, tmp_path):
     (folder := tmp_path / "in").mkdir()
     (folder / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"text": "a"}\n{"text": "b"}\n')

@@ -176,6 +176,15 @@ def test_a_cut_file_is_said_so(run, tmp_path):
         weights.load_weights(tmp_path / "out")
 
 
+@pytest.mark.parametrize("read", [lambda folder: {}, lambda folder: (folder / "gone").read_bytes()])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_said_so(run, monkeypatch, read):
+    source = weights.find(run[0])
+    monkeypatch.setattr("pdn_train.engine.gather_fp32_weights", read)
+    (source.folder / "COMPLETE").unlink()
+    with pytest.raises(WeightsError, match=f"{folder_name(5)} was removed while it was read: .* give the command again"):
+        source.weights()
+
+
 def test_what_may_not_be_read_is_said_so(run, tmp_path, monkeypatch):
     """Rights are those of the calls: a test may run as root, who has all."""
     export.export(run[0], tmp_path / "out")
