@@ -24,8 +24,9 @@ Where the gates of all blocks are mild, as they nearly always are, the four leve
     exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j)
 
 for every pair i > j of the block: the factor of the row that reads is at most 1, that of the written row at least 1. `mild` says whether
-the latter stay below 2^96 (2^4 where inputs are fp16, whose keys may be large), and then two rounded factors are as exact as those of a level: both hold the same
-rounded gates. No factor holds a gate that comes after its row, so what a gate says of later rows alone it says to the bit.
+the latter stay below 2^96 (2^4 where inputs are fp16, whose keys may be large), and then two rounded factors are as exact as those of a
+level: both hold the same rounded gates. No factor holds a gate that comes after its row, so what a gate says of later rows alone it says
+to the bit.
 """
 
 from __future__ import annotations
