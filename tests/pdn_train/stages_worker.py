@@ -7,6 +7,7 @@ stages_worker.py load FOLDER PRECISION STAGE...     steps four and five, from ea
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -50,6 +51,20 @@ def freeing_config(config: Config, world_size: int) -> dict:
 
 
 engine_module.deepspeed_config = freeing_config
+original_conversion = engine_module.to_universal
+
+
+def convert_once(checkpoint: Path, output: Path) -> None:
+    """The universal form does not depend on the stage that reads it, and DeepSpeed's converter is a process of some seconds each time."""
+    kept = checkpoint.parents[2] / "converted" / checkpoint.parent.name
+    if kept.exists():
+        shutil.copytree(kept, output)
+        return
+    original_conversion(checkpoint, output)
+    shutil.copytree(output, kept)
+
+
+engine_module.to_universal = convert_once
 
 
 def config_for(stage: int, precision: str, world: World) -> Config:

@@ -19,18 +19,8 @@ WORKER = Path(__file__).with_name("stages_worker.py")
 
 
 def work(ranks: int, action: str, folder: Path, precision: str, *stages: int) -> dict:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        "0",
-        "--rdzv-backend",
-        "c10d",
-    ]
-    command += ["--rdzv-endpoint", "localhost:0", str(WORKER), action, str(folder), precision, *map(str, stages)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), str(WORKER), action, str(folder), precision, *map(str, stages)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD "))[5:])

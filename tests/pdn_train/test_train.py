@@ -294,10 +294,11 @@ def test_a_stray_id_stops_every_rank_with_its_place(write, tiny_shards):
     shutil.copytree(tiny_shards, broken)
     file = sorted(broken.glob("*.bin"))[0]
     with file.open("r+b") as shard:
-        shard.seek(2 * 1000)
+        shard.seek(2 * 1040)  # in a sample of step 14
         shard.write((600).to_bytes(2, "little"))
     said = finish(start(config, f"data.path={broken}", "train.steps=400", "eval.every=0"), 1)
-    assert f"{file.name}: token id 600 at token 1000" in said and "Disagreement: another rank cannot read its samples" in said
+    assert 4 < len(metrics(config)) < 14, "samples are read ahead"
+    assert f"{file.name}: token id 600 at token 1040" in said and "Disagreement: another rank cannot read its samples" in said
     assert "gloo" not in said
 
 
