@@ -14,7 +14,7 @@ if [ "${1:-}" = --slurm ]; then
 fi
 workers=()
 if command -v nvidia-smi >/dev/null 2>&1; then
-    workers=(-p no:xdist)  # tests on a GPU measure its memory: one at a time
+    workers=()  # tests on a GPU measure its memory: one at a time
 elif python -c 'import xdist' 2>/dev/null; then
     cores=$(env -u OMP_NUM_THREADS nproc)
     workers=(-n "$((cores < 4 ? cores : 4))" --dist loadfile)  # a file's tests share what its fixtures have trained
