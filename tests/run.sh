@@ -12,13 +12,13 @@ ruff check kernels pdn_train data_prep launch tests docs
 if [ "${1:-}" = --slurm ]; then
     exec python -m pytest -m "long or not long" tests/launch tests/faults "${@:2}"
 fi
-workers=()
 if command -v nvidia-smi >/dev/null 2>&1; then
     workers=()  # tests on a GPU measure its memory: one at a time
 elif python -c 'import xdist' 2>/dev/null; then
     cores=$(env -u OMP_NUM_THREADS nproc)
     workers=(-n "$((cores < 4 ? cores : 4))" --dist loadfile)  # a file's tests share what its fixtures have trained
 else
+    workers=()
     echo "pytest-xdist is not installed here (pip install pytest-xdist): all tests in one process, which takes twice as long" >&2
 fi
 exec python -m pytest "${workers[@]}" "$@"
