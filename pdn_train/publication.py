@@ -15,7 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pdn_train.checkpoint import COMPLETE, STATE, CheckpointError, damage, folder_name, folders, read_state, step_of
+from pdn_train.checkpoint import COMPLETE, STATE, CheckpointError, damage, folder_name, folders, is_marked, read_state, step_of
 from pdn_train.config import CheckpointConfig
 from pdn_train.files import sync, write_whole
 
@@ -68,19 +68,22 @@ def complete(folder: Path, state: bytes) -> None:
 
 
 def prune(newest: Path, config: CheckpointConfig) -> None:
-    """Keep `keep` checkpoints and the milestones up to the folder `newest`; later ones were passed over as damaged and do not count."""
+    """Keep `keep` checkpoints and the milestones up to the folder `newest`; later ones were passed over as damaged and do not count.
+
+    A copy under another step's name is somebody's own: it does not count and stays. Of a link the link is removed.
+    """
     kept = 0
     for folder in (f for f in folders(newest.parent) if step_of(f) <= step_of(newest)):
-        whole = (folder / COMPLETE).exists()
-        if kept and not whole:  # a removal that was cut short
-            shutil.rmtree(folder)
-        if not whole:
-            continue
-        milestone = config.keep_every and step_of(folder) % config.keep_every == 0
-        kept += not milestone
-        if not milestone and kept > config.keep:
-            (folder / COMPLETE).unlink()  # a crash halfway through the removal must not leave one that claims to be whole
-            shutil.rmtree(folder)
+        if not (folder / COMPLETE).exists():
+            if kept:  # a removal that was cut short
+                _sweep(folder)
+        elif is_marked(folder):
+            milestone = config.keep_every and step_of(folder) % config.keep_every == 0
+            kept += not milestone
+            if not milestone and kept > config.keep:
+                if not folder.is_symlink():
+                    (folder / COMPLETE).unlink()  # a crash halfway through the removal must not leave one that claims to be whole
+                _sweep(folder)
 
 
 def finish_publications(root: Path) -> None:

@@ -185,6 +185,20 @@ def test_damaged_later_ones_do_not_push_out_what_is_saved_after_them(root):
     assert newest_whole(root, WORLD).progress.step == 5
 
 
+def test_somebody_s_own_copies_and_links_outlive_what_is_kept(root, tmp_path_factory):
+    """A copy under another step's name neither counts nor goes; of a link to a checkpoint elsewhere, or to the rest of one, the link goes."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    save(elsewhere, 10, 20)
+    (elsewhere / folder_name(20) / "COMPLETE").unlink()
+    for step in (10, 20):
+        (root / folder_name(step)).symlink_to(elsewhere / folder_name(step))
+    save(root, 30, 40)
+    shutil.copytree(root / folder_name(30), root / folder_name(45))
+    save(root, 50, keep=2)
+    assert names(root) == [folder_name(step) for step in (40, 45, 50)]
+    assert read_whole(elsewhere / folder_name(10)) and (elsewhere / folder_name(20)).is_dir()
+
+
 def test_saving_the_same_step_again_replaces_it(root):
     save(root, 10)
     damage_flipped_bit(root / folder_name(10))
