@@ -15,6 +15,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 VERSION = 3  # 1: before Mixer.in_proj; q, k, v and the gates had a matrix each. 2: before `optim.build_optimizer` ordered the weights
 STATE, COMPLETE = "state.json", "COMPLETE"
 log = logging.getLogger(__name__)
@@ -33,6 +35,57 @@ class Progress:
     tokens: int = 0
     skipped_steps: int = 0
     skipped_in_row: int = 0
+
+
+class Shape(BaseModel):
+    """A part of state.json of which readers may be sure; what else is in it is not looked at."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Entry(Shape):
+    """Of one file."""
+
+    bytes: int
+    sha256: str
+
+
+class Ranks(Shape):
+    """Who wrote the ZeRO files, as far as every version of this program says it."""
+
+    size: int
+    zero: int
+
+
+class Sections(Shape):
+    """Of the run's configuration, those that readers look into."""
+
+    model: dict
+    data: dict
+    optim: dict
+    train: dict
+
+
+class Known(Shape):
+    """`Progress`, of which the skipped steps came later."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    position: int
+    tokens: int
+    skipped_steps: int = 0
+    skipped_in_row: int = 0
+
+
+class State(Shape):
+    """Of all of it."""
+
+    progress: Known
+    world: Ranks
+    config: Sections
+    data: dict  # the samples' fingerprint
+    files: dict[str, Entry]
 
 
 @dataclass(frozen=True)
@@ -102,23 +155,30 @@ def read_state(folder: Path, published: bool = True) -> tuple[dict | None, str |
                 f"{STATE} is of version {state.get('version')}, this code reads {VERSION}: go on with the code that wrote it, "
                 "a copy of which is code/ in its run folder"
             )
+        State.model_validate_json(text)
         if _is_misnamed(folder, state):
             return None, f"{STATE} is of step {state['progress']['step']}: a copy under another step's name"
         return state, None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
+    except ValidationError as error:
+        first = error.errors()[0]
+        return None, f"{STATE} cannot be read ({'.'.join(map(str, first['loc']))}: {first['msg']})"
     except (OSError, ValueError) as error:
         return None, f"{STATE} cannot be read ({error})"
 
 
 def is_marked(folder: Path) -> bool:
     """Whether it passes for a checkpoint at a glance, by its mark, and is no copy under another step's name; its files are not read."""
-    if not (folder / COMPLETE).exists():
-        return False
+    return (folder / COMPLETE).exists() and not is_misnamed(folder)
+
+
+def is_misnamed(folder: Path) -> bool:
+    """Whether it is a copy under another step's name; of a damaged state.json that is not known, which is told where it is loaded."""
     try:
-        return not _is_misnamed(folder, json.loads((folder / STATE).read_bytes()))
+        return _is_misnamed(folder, json.loads((folder / STATE).read_bytes()))
     except (OSError, ValueError, LookupError, TypeError):
-        return True  # its damage is met and told where it is loaded
+        return False
 
 
 def _is_misnamed(folder: Path, state: dict) -> bool:

@@ -127,6 +127,37 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, s
     assert newest(root).name == "step_0000001000"
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("config", []),
+        ("config.model", 3),
+        ("config.data", None),
+        ("files", []),
+        ("files.part_0.pt", []),
+        ("progress", {}),
+        ("progress.step", "20"),
+        ("progress.more", 1),
+        ("world", {}),
+        ("data", []),
+    ],
+)
+def test_a_state_of_another_shape_is_passed_over(root, caplog, key, value):
+    """Its mark fits: another program wrote it, or a hand."""
+    save(root, 10, 20)
+    state = root / folder_name(20) / "state.json"
+    tree = json.loads(state.read_text())
+    outer, _, inner = key.partition(".")
+    if inner:
+        tree[outer][inner] = value
+    else:
+        tree[outer] = value
+    state.write_text(json.dumps(tree))
+    publication.complete(state.parent, state.read_bytes())
+    assert newest_whole(root, WORLD).progress.step == 10 and newest(root).name == folder_name(10)
+    assert f"state.json cannot be read ({outer}" in caplog.text
+
+
 def test_a_copy_under_a_later_step_s_name_is_passed_over(root, caplog):
     """Otherwise every resume would start there, however far training has come since."""
     save(root, 10, 20)
@@ -176,6 +207,57 @@ def test_one_of_another_version_is_refused_with_the_way_out(root, monkeypatch):
 def test_the_newest_are_kept_and_the_milestones(root):
     save(root, 1000, 2000, 2500, 3000, 3500, 4000, keep=2, keep_every=2000)
     assert names(root) == [folder_name(s) for s in (2000, 3000, 3500, 4000)]
+
+
+@pytest.fixture
+def linked(root):
+    """A run with step 10, behind a link, and step 20; and the folder that the link names."""
+    (root / "run").mkdir()
+    save(root / "run", 10, 20)
+    elsewhere = (root / "run" / folder_name(10)).rename(root / "elsewhere")
+    (root / "run" / folder_name(10)).symlink_to(elsewhere)
+    return root / "run", elsewhere
+
+
+def test_of_a_link_the_rotation_removes_the_link_alone(linked):
+    """Behind it is another run's checkpoint, or one that was moved to another disk; it counts as long as it is linked."""
+    run, elsewhere = linked
+    save(run, 30, keep=3)
+    assert names(run) == [folder_name(s) for s in (10, 20, 30)]
+    save(run, 40, keep=2)
+    assert names(run) == [folder_name(s) for s in (30, 40)]
+    assert read_whole(elsewhere)["progress"]["step"] == 10
+
+
+def test_nothing_is_done_behind_a_link_that_is_not_whole(linked):
+    """As while its files are still being moved; the rotation leaves it, a publication cut short is not finished there."""
+    run, elsewhere = linked
+    damage_no_complete(elsewhere)
+    left = names(elsewhere)
+    (run / (folder_name(10) + ".publishing")).touch()
+    publication.finish_publications(run)
+    save(run, 30, keep=1)
+    assert names(run) == [folder_name(s) for s in (10, 30)] and names(elsewhere) == left
+
+
+@pytest.mark.parametrize("ending", ["", ".tmp", ".universal", ".publishing"])
+def test_a_link_by_any_name_of_a_checkpoint_is_removed_alone(linked, ending):
+    run, elsewhere = linked
+    (run / (folder_name(30) + ending)).symlink_to(elsewhere)
+    publication.finish_publications(run)
+    save(run, 30)
+    assert newest_whole(run, WORLD).progress.step == 30 and not (run / folder_name(30)).is_symlink()
+    assert read_whole(elsewhere)["progress"]["step"] == 10
+
+
+def test_a_copy_under_another_step_s_name_is_neither_counted_nor_removed(root):
+    save(root, 10, 20, 30)
+    for step, whole in ((15, True), (25, True), (26, False)):
+        shutil.copytree(root / folder_name(10), root / folder_name(step))
+        if not whole:
+            damage_no_complete(root / folder_name(step))
+    save(root, 40, keep=3)
+    assert names(root) == [folder_name(s) for s in (15, 20, 25, 26, 30, 40)]
 
 
 def test_damaged_later_ones_do_not_push_out_what_is_saved_after_them(root):
