@@ -209,57 +209,6 @@ def test_the_newest_are_kept_and_the_milestones(root):
     assert names(root) == [folder_name(s) for s in (2000, 3000, 3500, 4000)]
 
 
-@pytest.fixture
-def linked(root):
-    """A run with step 10, behind a link, and step 20; and the folder that the link names."""
-    (root / "run").mkdir()
-    save(root / "run", 10, 20)
-    elsewhere = (root / "run" / folder_name(10)).rename(root / "elsewhere")
-    (root / "run" / folder_name(10)).symlink_to(elsewhere)
-    return root / "run", elsewhere
-
-
-def test_of_a_link_the_rotation_removes_the_link_alone(linked):
-    """Behind it is another run's checkpoint, or one that was moved to another disk; it counts as long as it is linked."""
-    run, elsewhere = linked
-    save(run, 30, keep=3)
-    assert names(run) == [folder_name(s) for s in (10, 20, 30)]
-    save(run, 40, keep=2)
-    assert names(run) == [folder_name(s) for s in (30, 40)]
-    assert read_whole(elsewhere)["progress"]["step"] == 10
-
-
-def test_nothing_is_done_behind_a_link_that_is_not_whole(linked):
-    """As while its files are still being moved; the rotation leaves it, a publication cut short is not finished there."""
-    run, elsewhere = linked
-    damage_no_complete(elsewhere)
-    left = names(elsewhere)
-    (run / (folder_name(10) + ".publishing")).touch()
-    publication.finish_publications(run)
-    save(run, 30, keep=1)
-    assert names(run) == [folder_name(s) for s in (10, 30)] and names(elsewhere) == left
-
-
-@pytest.mark.parametrize("ending", ["", ".tmp", ".universal", ".publishing"])
-def test_a_link_by_any_name_of_a_checkpoint_is_removed_alone(linked, ending):
-    run, elsewhere = linked
-    (run / (folder_name(30) + ending)).symlink_to(elsewhere)
-    publication.finish_publications(run)
-    save(run, 30)
-    assert newest_whole(run, WORLD).progress.step == 30 and not (run / folder_name(30)).is_symlink()
-    assert read_whole(elsewhere)["progress"]["step"] == 10
-
-
-def test_a_copy_under_another_step_s_name_is_neither_counted_nor_removed(root):
-    save(root, 10, 20, 30)
-    for step, whole in ((15, True), (25, True), (26, False)):
-        shutil.copytree(root / folder_name(10), root / folder_name(step))
-        if not whole:
-            damage_no_complete(root / folder_name(step))
-    save(root, 40, keep=3)
-    assert names(root) == [folder_name(s) for s in (15, 20, 25, 26, 30, 40)]
-
-
 def test_damaged_later_ones_do_not_push_out_what_is_saved_after_them(root):
     save(root, 4, 6, keep=1, keep_every=4)
     damage_flipped_bit(root / folder_name(6))
