@@ -15,7 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pdn_train.checkpoint import COMPLETE, STATE, CheckpointError, damage, folder_name, folders, is_marked, read_state, step_of
+from pdn_train.checkpoint import COMPLETE, STATE, CheckpointError, damage, folder_name, folders, is_misnamed, read_state, step_of
 from pdn_train.config import CheckpointConfig
 from pdn_train.files import sync, write_whole
 
@@ -73,32 +73,37 @@ def prune(newest: Path, config: CheckpointConfig) -> None:
     A copy under another step's name is somebody's own: it does not count and stays. Of a link the link is removed.
     """
     kept = 0
-    for folder in (f for f in folders(newest.parent) if step_of(f) <= step_of(newest)):
+    for folder in (f for f in folders(newest.parent) if step_of(f) <= step_of(newest) and not is_misnamed(f)):
         if not (folder / COMPLETE).exists():
             if kept:  # a removal that was cut short
                 _sweep(folder)
-        elif is_marked(folder):
-            milestone = config.keep_every and step_of(folder) % config.keep_every == 0
-            kept += not milestone
-            if not milestone and kept > config.keep:
-                if not folder.is_symlink():
-                    (folder / COMPLETE).unlink()  # a crash halfway through the removal must not leave one that claims to be whole
-                _sweep(folder)
+            continue
+        milestone = config.keep_every and step_of(folder) % config.keep_every == 0
+        kept += not milestone
+        if not milestone and kept > config.keep:
+            if not folder.is_symlink():
+                (folder / COMPLETE).unlink()  # a crash halfway through the removal must not leave one that claims to be whole
+            _sweep(folder)
 
 
 def finish_publications(root: Path) -> None:
     """Finish what a crash interrupted where it can be, and sweep the rest away. Before a run resumes."""
     for marker in root.glob("step_*.publishing"):
         folder = marker.with_suffix("")
-        state, _ = read_state(folder, published=False)
-        if state is not None and damage(folder, state["files"]) is None:
-            complete(folder, (folder / STATE).read_bytes())
-            log.info("finished the publication of %s", folder.name)
-        elif folder.exists() and not (folder / COMPLETE).exists():
-            _sweep(folder)
+        if not folder.is_symlink():  # one was put there since; nothing is written behind it
+            _finish(folder)
         _sweep(marker)
     for rest in [*root.glob("step_*.tmp"), *root.glob("step_*.universal")]:
         _sweep(rest)
+
+
+def _finish(folder: Path) -> None:
+    state, _ = read_state(folder, published=False)
+    if state is not None and damage(folder, state["files"]) is None:
+        complete(folder, (folder / STATE).read_bytes())
+        log.info("finished the publication of %s", folder.name)
+    elif folder.exists() and not (folder / COMPLETE).exists():
+        _sweep(folder)
 
 
 def _sweep(path: Path) -> None:

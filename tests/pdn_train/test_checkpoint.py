@@ -217,17 +217,43 @@ def test_damaged_later_ones_do_not_push_out_what_is_saved_after_them(root):
 
 
 def test_somebody_s_own_copies_and_links_outlive_what_is_kept(root, tmp_path_factory):
-    """A copy under another step's name neither counts nor goes; of a link to a checkpoint elsewhere, or to the rest of one, the link goes."""
+    """A copy under another step's name, whole or not, neither counts nor goes; of a link to a checkpoint elsewhere, or to the rest of one,
+    the link goes.
+    """
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     save(elsewhere, 10, 20)
     (elsewhere / folder_name(20) / "COMPLETE").unlink()
     for step in (10, 20):
         (root / folder_name(step)).symlink_to(elsewhere / folder_name(step))
     save(root, 30, 40)
-    shutil.copytree(root / folder_name(30), root / folder_name(45))
+    for step in (45, 46):
+        shutil.copytree(root / folder_name(30), root / folder_name(step))
+    damage_no_complete(root / folder_name(46))
     save(root, 50, keep=2)
-    assert names(root) == [folder_name(step) for step in (40, 45, 50)]
+    assert names(root) == [folder_name(step) for step in (40, 45, 46, 50)]
     assert read_whole(elsewhere / folder_name(10)) and (elsewhere / folder_name(20)).is_dir()
+
+
+def test_a_publication_is_not_finished_behind_a_link(root, tmp_path_factory):
+    """It stands where a checkpoint did whose publication was cut short; its files may still be on their way."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    save(elsewhere, 10)
+    damage_no_complete(elsewhere / folder_name(10))
+    (root / folder_name(10)).symlink_to(elsewhere / folder_name(10))
+    (root / (folder_name(10) + ".publishing")).touch()
+    publication.finish_publications(root)
+    assert names(root) == [folder_name(10)] and "COMPLETE" not in names(elsewhere / folder_name(10))
+
+
+@pytest.mark.parametrize("ending", ["", ".tmp", ".universal", ".publishing"])
+def test_a_link_by_any_name_of_a_checkpoint_is_removed_alone(root, tmp_path_factory, ending):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    save(elsewhere, 10)
+    (root / (folder_name(30) + ending)).symlink_to(elsewhere / folder_name(10))
+    publication.finish_publications(root)
+    save(root, 30)
+    assert names(root) == [folder_name(30)] and not (root / folder_name(30)).is_symlink()
+    assert read_whole(elsewhere / folder_name(10))
 
 
 def test_saving_the_same_step_again_replaces_it(root):
