@@ -78,13 +78,19 @@ class Known(Shape):
     skipped_in_row: int = 0
 
 
+class Fingerprint(Shape):
+    """Of the samples; those of `pdn_train.mqar` are compared key by key."""
+
+    mqar: dict = {}
+
+
 class State(Shape):
     """Of all of it."""
 
     progress: Known
     world: Ranks
     config: Sections
-    data: dict  # the samples' fingerprint
+    data: Fingerprint
     files: dict[str, Entry]
 
 

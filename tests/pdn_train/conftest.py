@@ -51,7 +51,14 @@ def make_run():
         file = checkpoint / "mp_rank_00_model_states.pt"
         torch.save({"module": model.state_dict() if stored is None else stored}, file)
         entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        state = {"version": VERSION, "progress": {"step": step}, "config": settings.model_dump(mode="json"), "files": {file.name: entry}}
+        state = {
+            "version": VERSION,
+            "progress": {"step": step, "position": 0, "tokens": 0},
+            "world": {"size": 1, "zero": 0},
+            "config": settings.model_dump(mode="json"),
+            "data": {},
+            "files": {file.name: entry},
+        }
         text = json.dumps(state)
         (checkpoint / "state.json").write_text(text)
         (checkpoint / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
