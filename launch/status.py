@@ -72,7 +72,7 @@ def status(path: Path) -> Status:
         steps=steps,
         logged=last.get("step"),
         tokens_per_second=last.get("tokens_per_second"),
-        eta_seconds=(steps - step) * last["step_seconds"] if last and now == "running" else None,
+        eta_seconds=max(0, steps - step) * last["step_seconds"] if last and now == "running" else None,
         loss=last.get("loss"),
         checkpoint=None if checkpoint is None else checkpoint.name,
         restarts=restarts,
@@ -193,7 +193,9 @@ def _is_ours(entry: dict) -> bool:
 
 
 def _newest_checkpoint(root: Path) -> Path | None:
-    """By its mark and name; whether every file is what it was is checked when it is loaded."""
+    """By its mark and name; whether every file is what it was is checked when it is loaded. Raises OSError where root cannot be read."""
+    if root.exists():
+        os.listdir(root)  # a glob finds nothing in a folder that it may not read
     return next((folder for folder in folders(root) if is_marked(folder)), None)
 
 
@@ -206,7 +208,8 @@ def _finished(words: list[Word], logged: int | None, checkpoint: Path | None) ->
 
 
 def _of(step: int | None, steps: int | None) -> str:
-    return f"{step or 0}/{steps}"
+    beyond = step is not None and steps is not None and step > steps  # train.steps was lowered since
+    return f"{step or 0}/{steps}" + (" (beyond train.steps)" if beyond else "")
 
 
 def _loss(found: Status, at: str) -> str:

@@ -8,6 +8,7 @@ whole or not at all, which takes the room of one more checkpoint while it is loa
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -27,9 +28,9 @@ log = logging.getLogger(__name__)
 def newest_whole(root: Path, world: World) -> Saved | None:
     """The newest whole checkpoint below a run's checkpoints folder; None where none was ever published. Collective.
 
-    Raises CheckpointError where some were published and none is whole.
+    Raises CheckpointError where some were published and none is whole, and where the folder cannot be read.
     """
-    world.from_leader(lambda: finish_publications(root))
+    world.from_leader(lambda: _prepare(root))
     faults = []
     for folder in world.from_leader(lambda: folders(root)):
         state, fault = _read_together(folder, world)
@@ -43,6 +44,14 @@ def newest_whole(root: Path, world: World) -> Saved | None:
             f"no checkpoint in {root} is whole ({'; '.join(faults)}); restore one from a copy, or start afresh in another run_dir"
         )
     return None
+
+
+def _prepare(root: Path) -> None:
+    try:
+        os.listdir(root)  # a glob finds nothing in a folder that it may not read
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read ({error.strerror}); mend its rights, or start afresh in another run_dir") from error
+    finish_publications(root)
 
 
 def _read_together(folder: Path, world: World) -> tuple[dict | None, str | None]:
@@ -80,8 +89,11 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
         return
     for text in differing:
         log.warning("resume.allow: %s", text)
-    if then["train"]["steps"] != now["train"]["steps"]:
-        log.info("train.steps goes from %s to %s: the schedule follows the new number", then["train"]["steps"], now["train"]["steps"])
+    step, before, after = saved.progress.step, _get(then, "train.steps"), config.train.steps
+    if step >= after:
+        log.info("the run is already at step %d of train.steps=%d: nothing to do; raise train.steps to go on", step, after)
+    elif before != after:
+        log.info("train.steps goes from %s to %s: the schedule follows the new number", before, after)
 
 
 def restore(saved: Saved, engine, config: Config, world: World) -> None:
@@ -92,11 +104,12 @@ def restore(saved: Saved, engine, config: Config, world: World) -> None:
     """
     here = {"size": world.size, "sequence": world.sequence, "zero": config.parallel.zero, "flat": config.flat_zero}
     then, there = saved.state["config"], saved.state["world"]
+    precision = _get(then, "train.precision")
     # Before state.json said "flat", stage 2 in bf16 was DeepSpeed's own optimizer, whose files are laid out by other rules
-    flat = there.get("flat", there["zero"] == 1 and then["train"]["precision"] == "bf16")
+    flat = there.get("flat", there["zero"] == 1 and precision == "bf16")
     same_layout = there["size"] == here["size"] and flat == here["flat"] and (flat or there["zero"] == here["zero"])
-    same_groups = then["optim"]["decay_all"] == config.optim.decay_all  # which parameters lie side by side
-    if same_layout and same_groups and then["train"]["precision"] == config.train.precision:
+    same_groups = _get(then, "optim.decay_all") == config.optim.decay_all  # which parameters lie side by side
+    if same_layout and same_groups and precision == config.train.precision:
         engine.load(saved.folder)
         restore_rng(rng_file(saved.folder, world.rank))
         return
@@ -134,7 +147,7 @@ def _data_difference(then: dict, now: dict) -> str:
 def _climb_difference(state: dict, now: dict, data: dict) -> str | None:
     """Where nothing but train.steps has changed the samples of `pdn_train.mqar`: the keys by which it does; otherwise None."""
     then, climb = state["data"].get("mqar", {}), data.get("mqar", {})
-    before, after = state["config"]["train"]["steps"], now["train"]["steps"]
+    before, after = _get(state["config"], "train.steps"), now["train"]["steps"]
     if before == after or {key for key in {*then, *climb} if then.get(key) != climb.get(key)} != {"rows each"}:
         return None
     return f"train.steps: {before} then, {after} now, and with data.mqar_fewest={now['data']['mqar_fewest']} the samples depend on it"

@@ -278,6 +278,25 @@ def test_a_sweep_s_folder_is_named_as_that(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 2 and capsys.readouterr().err.endswith(command + "\n")
 
 
+def test_a_run_beyond_its_last_step_says_so(run, capsys):
+    """A resume with fewer train.steps than it has behind it writes these down, and ends; while it starts, nothing is left to wait for."""
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("2000", "20") + "optim: {warmup_steps: 1}\n")
+    say(run, ME)
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 30, "step_seconds": 2.0}) + "\n")
+    status.main([str(run)])
+    said = capsys.readouterr().out
+    assert "step        30/20 (beyond train.steps)\n" in said and "ETA 0:00:00" in said
+    status.main([str(run), str(run)])
+    assert " 30/20 (beyond train.steps) " in capsys.readouterr().out.splitlines()[1]
+
+
+def test_checkpoints_that_cannot_be_read_are_named(run, capsys):
+    (run / "checkpoints").touch()  # as much of a folder as one without the right to list it
+    assert status.main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot read {run}: ") and "checkpoints" in error
+
+
 def test_files_that_cannot_be_read_are_named(run, capsys):
     (run / "metrics.jsonl").mkdir()
     assert status.main([str(run)]) == 2

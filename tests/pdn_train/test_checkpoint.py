@@ -140,6 +140,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(root, caplog, damage, s
         ("progress.more", 1),
         ("world", {}),
         ("data", []),
+        ("data.mqar", []),
     ],
 )
 def test_a_state_of_another_shape_is_passed_over(root, caplog, key, value):
@@ -310,6 +311,7 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
         "seed 1 then, 9 now",
     ):
         assert part in str(caught.value)
+    del saved.state["config"]["train"]["steps"]
     del saved.state["config"]["model"]["channel_dt"]  # as in a checkpoint older than the key: it did what the default does
     require_same_run(saved, config(), DATA, WORLD)
     with pytest.raises(CheckpointError, match="model.channel_dt: 'zero' then, 'log_uniform' now"):
@@ -318,6 +320,26 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
     require_same_run(saved, allowed, DATA, WORLD)
     with pytest.raises(CheckpointError, match="optim.lr: 0.0004 then, 0.001 now"):
         require_same_run(saved, config(optim={"lr": 1e-3}), DATA, WORLD)
+
+
+@pytest.mark.parametrize("steps", [10, 7])
+def test_a_run_that_is_already_there_says_so(root, caplog, steps):
+    """Otherwise it would end with no more than "done"."""
+    save(root, 10)
+    saved = newest_whole(root, WORLD)
+    said = f"the run is already at step 10 of train.steps={steps}: nothing to do; raise train.steps to go on"
+    short = {"optim": {"warmup_steps": 1}, "resume": {"allow": ["optim.warmup_steps"]}}
+    with caplog.at_level(logging.INFO):
+        require_same_run(saved, config(train={"steps": steps}, **short), DATA, WORLD)
+        assert caplog.messages[1:] == [said]
+        require_same_run(saved, config(train={"steps": 11}, **short), DATA, WORLD)
+    assert caplog.messages[3:] == ["train.steps goes from 3000 to 11: the schedule follows the new number"]
+
+
+def test_checkpoints_that_may_not_be_read_are_no_fresh_start(root):
+    (root / "checkpoints").touch()  # as much of a folder as one without the right to list it
+    with pytest.raises(CheckpointError, match="checkpoints cannot be read .Not a directory.; mend its rights, or start afresh in another"):
+        newest_whole(root / "checkpoints", WORLD)
 
 
 def test_more_steps_of_a_climb_are_named_as_that(root):
