@@ -39,6 +39,9 @@ DYING_SECONDS = 3
 log = logging.getLogger(__name__)
 
 
+_IN_THE_WAY = (FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
 class RunDirError(RuntimeError):
     """The run folder cannot be used; the message says why and what to do."""
 
@@ -123,13 +126,29 @@ class RunDir:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Makes a fault of the disk inside a RunDirError that names the folder: an UnwritableError where nobody's rights are amiss."""
+        """Makes a fault of the disk inside a RunDirError that names the folder and, where the fault has one, the file.
+
+        It is an UnwritableError where neither rights nor what lies there are amiss.
+        """
         try:
             yield
         except OSError as error:
-            way_out = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend its rights"
-            kind = RunDirError if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError) else UnwritableError
-            raise kind(f"run_dir={self.path} cannot be written ({error.strerror or error}); choose another run_dir or {way_out}") from error
+            kind = RunDirError if isinstance(error, (PermissionError, *_IN_THE_WAY)) else UnwritableError
+            what = f"run_dir={self.path} cannot be written ({self._fault(error)})"
+            raise kind(f"{what}; choose another run_dir or {_way_out(error)}") from error
+
+    def _fault(self, error: OSError) -> str:
+        """The system's words, and the file: inside the folder by its name there; of a rename that which was to be replaced."""
+        what, file = error.strerror or str(error), error.filename2 or error.filename
+        if not isinstance(file, str | Path) or Path(file) == self.path:
+            return what
+        return f"{what}: {Path(file).relative_to(self.path) if Path(file).is_relative_to(self.path) else file}"
+
+
+def _way_out(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space"
+    return "move away what is in the way" if isinstance(error, _IN_THE_WAY) else "mend its rights"
 
 
 def snapshot_code(root: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from pdn_train import rundir
 from pdn_train.files import write_whole
+from pdn_train.metrics import cut_back
 from pdn_train.rundir import Lease, RunDir, RunDirError, UnwritableError, snapshot_code
 
 HOLD = """
@@ -196,6 +197,44 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         RunDir(tmp_path / "link").create()
     with pytest.raises(RunDirError, match="file is a file"):
         RunDir(tmp_path / "file").create()
+
+
+def in_the_way(path: Path) -> None:
+    """A folder where a file belongs, which is not empty, or a file where a folder does."""
+    if path.suffix:
+        (path / "x").mkdir(parents=True)
+    else:
+        path.touch()
+
+
+@pytest.mark.parametrize(
+    "name, act, said",
+    [
+        ("config.yaml", lambda run: run.record("a: 1\n", None), "Is a directory: config.yaml"),
+        ("tokenizer.model", lambda run: run.record("a: 1\n", run.path / "tok.model"), "Is a directory: tokenizer.model"),
+        ("code", lambda run: run.record("a: 1\n", None), "Not a directory: code"),
+        ("lease.json", lambda run: Lease(run, None).acquire(), "Is a directory: lease.json"),
+        ("metrics.jsonl", lambda run: cut_back(run, 3), "Is a directory: metrics.jsonl"),
+        ("tb", lambda run: run.create(), "File exists: tb"),
+    ],
+)
+def test_what_is_in_the_way_of_a_file_is_named(tmp_path, name, act, said):
+    """Another start would meet it too."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "tok.model").touch()
+    in_the_way(run.path / name)
+    named = f"run_dir={run.path} cannot be written ({said}); choose another run_dir or move away what is in the way"
+    with pytest.raises(RunDirError, match=f"^{re.escape(named)}$") as caught:
+        act(run)
+    assert not isinstance(caught.value, UnwritableError)
+
+
+def test_a_file_that_may_not_be_written_is_named(run_dir):
+    for file, said in ((run_dir.logs / "a", "logs/a"), (Path("/elsewhere/b"), "/elsewhere/b")):
+        named = f"[(]Permission denied: {said}[)]; choose another run_dir or mend its rights"
+        with pytest.raises(RunDirError, match=named), run_dir.writing():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def test_a_disk_that_is_full_when_the_run_starts(run_dir, monkeypatch):
