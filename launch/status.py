@@ -24,7 +24,8 @@ from pdn_train.checkpoint import folders, is_marked, step_of
 from pdn_train.config import ConfigError, load
 from pdn_train.files import parse_line
 from pdn_train.heartbeat import Word, at_step, newest_attempt, newest_refusal, obituary, read_words, refusal
-from pdn_train.rundir import RunDir, owner
+from pdn_train.lease import owner
+from pdn_train.rundir import RunDir
 from pdn_train.telling import quietly
 
 SHOWN_RUNS = 8

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pdn_train.rundir import machine, process_start
+from pdn_train.lease import machine, process_start
 
 KEPT_ATTEMPTS = 5
 State = Literal["running", "done", "stopped", "failed"]

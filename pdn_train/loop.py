@@ -12,10 +12,11 @@ from pdn_train.config import Config
 from pdn_train.data import Batch, Loader, Samples
 from pdn_train.engine import Engine
 from pdn_train.health import measure
+from pdn_train.lease import Lease
 from pdn_train.metrics import Journal
 from pdn_train.optim import learning_rate
 from pdn_train.profiling import Profiler
-from pdn_train.rundir import Lease, RunDirError
+from pdn_train.rundir import RunDirError
 from pdn_train.saving import Checkpoints
 from pdn_train.shards import ShardError
 from pdn_train.signals import StopRequest

@@ -24,9 +24,9 @@ from pdn_train.checkpoint import COMPLETE, VERSION, CheckpointError, Progress, e
 from pdn_train.config import CheckpointConfig, Config
 from pdn_train.files import sync
 from pdn_train.hostcopy import HostCopy, room
+from pdn_train.lease import machine
 from pdn_train.publication import begin_folder, publish
 from pdn_train.rng import rng_file, rng_state
-from pdn_train.rundir import machine
 from pdn_train.telling import sized
 from pdn_train.world import World
 

@@ -33,6 +33,7 @@ from pdn_train.config import Config, ConfigError, dump, load
 from pdn_train.data import Samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.heartbeat import begin_attempt
+from pdn_train.lease import Lease
 from pdn_train.loop import Loop, build_loader, finished_at
 from pdn_train.metrics import Journal, NonfiniteError, Pace, cut_back
 from pdn_train.model import LanguageModel
@@ -41,7 +42,7 @@ from pdn_train.nodecheck import NodeError, check_nodes
 from pdn_train.profiling import Profiler
 from pdn_train.readable import data_faults, open_all, tell_faults
 from pdn_train.resume import newest_whole, require_same_run, restore
-from pdn_train.rundir import Lease, RunDir, RunDirError, UnwritableError
+from pdn_train.rundir import RunDir, RunDirError, UnwritableError
 from pdn_train.saving import Checkpoints, WriteError, require_space
 from pdn_train.shards import ShardError
 from pdn_train.signals import REQUEUE, StopRequest, leave

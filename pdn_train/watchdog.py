@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdn_train.heartbeat import State, Word, claim_first, innermost, read_first, read_word
-from pdn_train.rundir import process_start
+from pdn_train.lease import process_start
 from pdn_train.signals import leave
 
 GRACE_SECONDS = 10.0  # for the training thread to raise an error of its own, which says more than a stack

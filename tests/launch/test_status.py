@@ -14,7 +14,8 @@ import pytest
 from launch import status
 from launch.requeue import Ending, read_endings
 from pdn_train.heartbeat import Word, claim_first
-from pdn_train.rundir import RunDir, process_start
+from pdn_train.lease import process_start
+from pdn_train.rundir import RunDir
 
 ME = Word(0, started=process_start(os.getpid()), step=30, doing="computing")
 

@@ -13,8 +13,8 @@ import torch
 from pdn_train import publication, saving
 from pdn_train.checkpoint import CheckpointError, Progress, folder_name
 from pdn_train.config import Config, build
+from pdn_train.lease import machine
 from pdn_train.resume import newest_whole
-from pdn_train.rundir import machine
 from pdn_train.saving import Checkpoints, WriteError, require_space
 from pdn_train.world import World
 
