@@ -76,7 +76,8 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
     keys += ["data.seq_len", "data.seed", "data.reset_at_documents", "train.global_batch", "train.seed", "train.precision"]
     differing = [f"{key}: {_get(then, key)!r} then, {_get(now, key)!r} now" for key in keys if _get(then, key) != _get(now, key)]
     if saved.state["data"] != data:
-        differing.append(f"data.path: {_climb_difference(saved.state, now, data) or _data_difference(saved.state['data'], data)}")
+        climb = _climb_difference(saved.state, now, data)
+        differing.append(f"data.path: {climb or _data_difference(saved.state['data'], data, now['data']['path'])}")
     allowed = [key for key in config.resume.allow if key not in SHAPES]
     refused = [text for text in differing if text.partition(":")[0] not in allowed]
     if refused:
@@ -139,9 +140,28 @@ def _get(tree: dict, key: str) -> object:
     return tree[section].get(name, default(key))
 
 
-def _data_difference(then: dict, now: dict) -> str:
-    differing = [f"{key} {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+def _data_difference(then: dict, now: dict, path: str | dict[str, float] | None) -> str:
+    """Of two fingerprints of samples; path: data.path now, whose folders are named."""
+    differing = []
+    for key in (key for key in sorted({*then, *now}) if then.get(key) != now.get(key)):
+        before, after = then.get(key), now.get(key)
+        if key != "folders":
+            differing.append(f"{key} {before!r} then, {after!r} now")
+        elif before and after and len(before) == len(after):
+            names = list(path) if isinstance(path, dict) else [path]
+            differing += [said for one in zip(names, before, after, strict=True) if (said := _folder_difference(*one))]
+        else:
+            differing.append(f"{counted(len(before or []), 'folder')} then, {len(after or [])} now")
     return ", ".join(differing)
+
+
+def _folder_difference(name: str, then: dict, now: dict) -> str | None:
+    """What has changed of a folder of shards, without its manifest's checksum, which tells nobody anything."""
+    if then == now:
+        return None
+    if then["manifest"] != now["manifest"]:
+        return f"{name} has other shards ({then['tokens']:,} tokens then, {now['tokens']:,} now)"
+    return f"{name} has weight {then['weight']:g} then, {now['weight']:g} now"
 
 
 def _climb_difference(state: dict, now: dict, data: dict) -> str | None:

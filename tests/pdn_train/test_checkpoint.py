@@ -322,6 +322,30 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
         require_same_run(saved, config(optim={"lr": 1e-3}), DATA, WORLD)
 
 
+def mixed(**weights: float) -> dict:
+    return {"folders": [{"manifest": name[0], "tokens": 1000 * len(name), "weight": weight} for name, weight in weights.items()]}
+
+
+@pytest.mark.parametrize(
+    "then, now, said",
+    [
+        (mixed(a=3, b=1), mixed(a=3, b=2), "data.path: b has weight 1 then, 2 now. Use"),
+        (mixed(a=3, b=1), mixed(bb=3, b=1), "data.path: bb has other shards (1,000 tokens then, 2,000 now). Use"),
+        (mixed(a=1), mixed(a=1, b=1), "data.path: 1 folder then, 2 now. Use"),
+        (mixed(a=1), {"mqar": {"pairs": 4}}, "data.path: 1 folder then, 0 now, mqar None then, {'pairs': 4} now. Use"),
+    ],
+)
+def test_what_has_changed_of_a_mixture_is_named(root, then, now, said):
+    """By its folder and without checksums."""
+    checkpoints = Checkpoints(root, config().checkpoint, WORLD)
+    checkpoints.save(FilesOnly(), Progress(10), config(), then)
+    checkpoints.finish()
+    names_now = {"bb" if now == mixed(bb=3, b=1) else "a": 3, "b": 1}
+    with pytest.raises(CheckpointError) as caught:
+        require_same_run(newest_whole(root, WORLD), config(data={"path": names_now}), now, WORLD)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("steps", [10, 7])
 def test_a_run_that_is_already_there_says_so(root, caplog, steps):
     """Otherwise it would end with no more than "done"."""
