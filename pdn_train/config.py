@@ -10,11 +10,13 @@ choice is wanted) instead of 10 and false.
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from kernels.recurrence import RECURRENCES, Recurrence
 from pdn_train import yaml12
@@ -110,6 +112,12 @@ class DataConfig(Section):
     mqar_pairs: Count = 0  # > 0: no shards; the synthetic task of `pdn_train.mqar` with so many pairs
     mqar_fewest: Count = 0  # > 0: in its first half training climbs from so many pairs to mqar_pairs, doubling
     mqar_examples: Positive = 100_000  # of it, an epoch
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.path == {}:
+            raise ValueError("data.path={} names no folder: give a folder of shards, or {folder: weight, ...}")
+        return self
 
 
 class OptimConfig(Section):
@@ -373,7 +381,8 @@ SWEEP = {"base", "seeds", "variants"}  # keys that a file of `pdn_train.sweep` a
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides, each value read as YAML.
+    """Read a YAML file and apply `section.key=value` overrides: of a key that takes text, such as run_dir, the value as it stands (without
+    quotes round it; null, lists and mappings are YAML), of any other the value read as YAML.
 
     Raises ConfigError for a file that is missing or not YAML, and for every fault the module docstring names.
     """
@@ -423,6 +432,10 @@ def _override(tree: dict, item: str) -> None:
     key, equals, text = item.partition("=")
     if not equals or not key:
         raise ConfigError(f"'{item}' on the command line is not of the form section.key=value")
+    try:
+        item.encode()
+    except UnicodeEncodeError:  # Python keeps bytes of a command line that are none as half surrogates
+        raise ConfigError(f"{item!r} on the command line is not UTF-8: give {key} a value that is") from None
     *sections, name = key.split(".")
     for section in sections:
         if tree.get(section) is None:
@@ -430,13 +443,32 @@ def _override(tree: dict, item: str) -> None:
         tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(f"'{item}' on the command line: {section} is a value, not a section")
-    tree[name] = parse(f"value: {text}", f"'{item}' on the command line")["value"]
+    as_it_stands = takes_text(key) and text not in ("", "null", "~") and text[0] not in "'\"[{"
+    tree[name] = text if as_it_stands else parse(f"value: {text}", f"'{item}' on the command line")["value"]
+
+
+def _field(key: str) -> FieldInfo | None:
+    """Of a dotted key; None where there is no such key."""
+    section, _, name = key.rpartition(".")
+    within = Config.model_fields[section].annotation if section in Config.model_fields else Config if not section else None
+    return getattr(within, "model_fields", {}).get(name)
+
+
+def takes_text(key: str) -> bool:
+    """Whether its value may be any text."""
+    field = _field(key)
+    return field is not None and str in (field.annotation, *get_args(field.annotation))
 
 
 def default(key: str) -> Any:
     """What a key such as model.hidden_size is where nobody sets it."""
-    section, _, name = key.partition(".")
-    return Config.model_fields[section].annotation.model_fields[name].default
+    return _field(key).get_default(call_default_factory=True)
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """The keys whose values are not the defaults, in order."""
+    values = {key: reduce(getattr, key.split("."), config) for key in keys()}
+    return {key: value for key, value in values.items() if value != default(key)}
 
 
 def keys() -> list[str]:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pdn_train import estimate
 from pdn_train.checkpoint import CheckpointError, Progress, Saved
 from pdn_train.compiling import compile_kernels
-from pdn_train.config import Config, ConfigError, dump, load
+from pdn_train.config import Config, ConfigError, changed, dump, load
 from pdn_train.data import Samples
 from pdn_train.engine import Engine, deepspeed_config
 from pdn_train.heartbeat import begin_attempt
@@ -209,12 +209,20 @@ def log_to(file: Path | None) -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def dry_run(config: Config, world_size: int) -> str:
-    """What would run on `world_size` ranks, as text: estimates, batch arithmetic, DeepSpeed's JSON."""
+def dry_run(config: Config, world_size: int, overrides: list[str]) -> str:
+    """What would run on `world_size` ranks, as text: estimates, batch arithmetic, settings, DeepSpeed's JSON."""
     ours = ", of which pdn_train/flat_zero.py makes ZeRO-2" if config.flat_zero and config.parallel.zero == 2 else ""
     settings = json.dumps(deepspeed_config(config, world_size), indent=2)
     here = estimate.machine(config, torch.cuda.device_count())
-    return f"{estimate.report(config, world_size)}\n{here}\n\nDeepSpeed configuration{ours}:\n{settings}"
+    return f"{estimate.report(config, world_size)}\n{here}\n{chosen(config, overrides)}\n\nDeepSpeed configuration{ours}:\n{settings}"
+
+
+def chosen(config: Config, overrides: list[str]) -> str:
+    """The settings that are not the defaults, a line each."""
+    said = {item.partition("=")[0] for item in overrides}
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed(config).items()}
+    lines = [f"{key}={value}{' (command line)' * (key in said)}" for key, value in values.items()]
+    return "settings  " + "\n          ".join(lines)
 
 
 # What a user can mend: said in one line, without a traceback
@@ -237,7 +245,7 @@ EXPECTED = (
 ELSEWHERE = (Disagreement, NodeError, UnwritableError, WriteError)
 
 
-DRY_RUN = "print parameters, FLOPs, memory, tokens and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
+DRY_RUN = "print parameters, FLOPs, memory, tokens, settings and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
 
 
 def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -> int:
@@ -302,7 +310,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         if arguments.dry_run:
             if own_rank():
                 return 0
-            print(dry_run(config, own_ranks() or config.launch.ranks), flush=True)
+            print(dry_run(config, own_ranks() or config.launch.ranks, arguments.overrides), flush=True)
             return tell_faults(*data_faults(config))
         return start(config, stop or StopRequest())
     except ConfigError as error:

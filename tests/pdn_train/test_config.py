@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdn_train.config import ConfigError, build, dump, keys, load
+from pdn_train.config import ConfigError, build, changed, dump, keys, load
 
 MINIMAL = "run_dir: runs/x\ndata: {path: shards}\n"
 
@@ -104,11 +104,48 @@ def test_refused_with_key_value_and_way_out(write, text, said):
 
 
 @pytest.mark.parametrize(
-    "item, said", [("optim.lr", "section.key=value"), ("run_dir.x=1", "run_dir is a value"), ("lr=1", "did you mean 'optim.lr'")]
+    "item, said",
+    [
+        ("optim.lr", "section.key=value"),
+        ("run_dir.x=1", "run_dir is a value"),
+        ("lr=1", "did you mean 'optim.lr'"),
+        ("run_dir=a\udcff", "is not UTF-8: give run_dir"),
+        ("data.path={}", "names no folder: give a folder"),
+    ],
 )
 def test_bad_overrides(write, item, said):
     with pytest.raises(ConfigError, match=said):
         load(write(), [item])
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("runs/a #b", "runs/a #b"),
+        ("1e3", "1e3"),
+        ("7", "7"),
+        ("true", "true"),
+        ("2026-12-01", "2026-12-01"),
+        ("a: b", "a: b"),
+        ("'quoted #1'", "quoted #1"),
+        ('"null"', "null"),
+    ],
+)
+def test_an_override_of_text_is_taken_as_it_stands(write, text, value):
+    config = load(write(), [f"run_dir={text}", f"data.path={text}", f"init_from={text}"])
+    assert (config.run_dir, config.data.path, config.init_from) == (value, value, value)
+
+
+def test_an_override_of_text_or_something_else_is_yaml_where_it_is_no_text(write):
+    config = load(write(), ["data.path={a: 1, b: 2}", "init_from=null", "model.tie_embeddings=false", "optim.lr=3e-4 # as before"])
+    assert config.data.path == {"a": 1, "b": 2} and config.init_from is None
+    assert not config.model.tie_embeddings and config.optim.lr == 3e-4
+
+
+def test_what_is_not_the_default_is_known(write):
+    config = load(write(), ["optim.betas=[0.9, 0.99]", "train.seed=0", "log.every=10", "launch.nodes=1"])
+    assert changed(config) == {**changed(load(write())), "optim.betas": (0.9, 0.99), "train.seed": 0}
+    assert "run_dir" in changed(config)
 
 
 @pytest.mark.parametrize("text, items", [("launch:", []), ("launch: ~", []), ("launch:", ["launch.nodes=2"]), ("", ["launch=null"])])

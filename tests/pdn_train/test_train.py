@@ -370,6 +370,7 @@ def test_nonfinite_steps_end_the_run(write):
 def test_dry_run_starts_nothing(write):
     config = write("dry")
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "data.path=data/nope"))
+    assert "\n          data.path=data/nope (command line)\n" in said and "\nsettings  run_dir=" in said
     for part in (
         "parameters",
         "FLOPs",
