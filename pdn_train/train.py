@@ -245,7 +245,7 @@ EXPECTED = (
 ELSEWHERE = (Disagreement, NodeError, UnwritableError, WriteError)
 
 
-DRY_RUN = "print parameters, FLOPs, memory, tokens, settings and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
+DRY_RUN = "print size, FLOPs, memory, tokens, settings and DeepSpeed's JSON for launch.nodes x launch.gpus_per_node ranks; start nothing"
 
 
 def start(config: Config, stop: StopRequest, watchdog: Watchdog | None = None) -> int:
