@@ -49,6 +49,8 @@ def newest_whole(root: Path, world: World) -> Saved | None:
 def _prepare(root: Path) -> None:
     try:
         os.listdir(root)  # a glob finds nothing in a folder that it may not read
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise CheckpointError(f"{root} cannot be read ({error.strerror}); mend its rights, or start afresh in another run_dir") from error
     finish_publications(root)

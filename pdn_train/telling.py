@@ -64,7 +64,9 @@ def quietly(main: Callable[[], int | None]) -> int | None:
             raise  # another pipe's
         return UNREAD
     except OSError as error:
-        return _no_room(error)
+        code = _no_room(error)
+        _write_nowhere()  # what Python still holds would fail again
+        return code
     finally:
         try:
             sys.stdout.flush()

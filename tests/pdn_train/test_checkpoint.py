@@ -67,6 +67,7 @@ def test_no_checkpoint_ever_published_is_a_fresh_start(root):
     (root / "step_0000000100.tmp").mkdir()
     assert newest_whole(root, WORLD) is None
     assert names(root) == []
+    assert newest_whole(root / "not there yet", WORLD) is None
 
 
 def damage_missing(folder):

@@ -24,18 +24,22 @@ def test_small_sizes_are_not_0_gb():
 PROGRAM = "import sys; from pdn_train.telling import quietly; sys.exit(quietly(lambda: {act}))"
 
 
-def program(act: str, stdout, env: dict | None = None) -> subprocess.CompletedProcess:
+def buffered() -> dict[str, str]:
+    """An environment in which Python keeps output back, as it does by itself."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def program(act: str, stdout, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", PROGRAM.format(act=act)]
-    return subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    return subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=buffered() | (env or {}))
 
 
 def unread(*arguments: str) -> tuple[int, str]:
     """(exit code, stderr) of a Python whose stdout has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=buffered())
     os.close(writer)
     return done.returncode, done.stderr
 
@@ -66,7 +70,7 @@ def test_closed_streams_are_no_fault():
 
 
 def test_characters_that_the_terminal_lacks_are_escaped():
-    done = program("print('a\u00e9')", stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = program("print('a\u00e9')", stdout=subprocess.PIPE, env={"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout) == (0, "a\\xe9\n")
 
 
