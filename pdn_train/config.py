@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
@@ -382,7 +383,7 @@ SWEEP = {"base", "seeds", "variants"}  # keys that a file of `pdn_train.sweep` a
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply `section.key=value` overrides: of a key that takes text, such as run_dir, the value as it stands (without
-    quotes round it; null, lists and mappings are YAML), of any other the value read as YAML.
+    quotes round it; null, and a mapping where the key takes one, are YAML), of any other the value read as YAML.
 
     Raises ConfigError for a file that is missing or not YAML, and for every fault the module docstring names.
     """
@@ -443,8 +444,7 @@ def _override(tree: dict, item: str) -> None:
         tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(f"'{item}' on the command line: {section} is a value, not a section")
-    as_it_stands = takes_text(key) and text not in ("", "null", "~") and text[0] not in "'\"[{"
-    tree[name] = text if as_it_stands else parse(f"value: {text}", f"'{item}' on the command line")["value"]
+    tree[name] = text if _is_text(key, text) else parse(f"value: {text}", f"'{item}' on the command line")["value"]
 
 
 def _field(key: str) -> FieldInfo | None:
@@ -454,10 +454,13 @@ def _field(key: str) -> FieldInfo | None:
     return getattr(within, "model_fields", {}).get(name)
 
 
-def takes_text(key: str) -> bool:
-    """Whether its value may be any text."""
+def _is_text(key: str, text: str) -> bool:
+    """Whether this value of the key is the text as it stands: it may be any, and is neither quoted nor another value that the key takes."""
     field = _field(key)
-    return field is not None and str in (field.annotation, *get_args(field.annotation))
+    kinds = () if field is None else get_args(field.annotation) if isinstance(field.annotation, UnionType) else (field.annotation,)
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in kinds)
+    return str in kinds and text not in ("", "null", "~") and not (quoted or mapping)
 
 
 def default(key: str) -> Any:

@@ -109,6 +109,7 @@ def test_refused_with_key_value_and_way_out(write, text, said):
         ("optim.lr", "section.key=value"),
         ("run_dir.x=1", "run_dir is a value"),
         ("lr=1", "did you mean 'optim.lr'"),
+        ("run_dir=null", "run_dir"),
         ("run_dir=a\udcff", "is not UTF-8: give run_dir"),
         ("data.path={}", "names no folder: give a folder"),
     ],
@@ -129,6 +130,8 @@ def test_bad_overrides(write, item, said):
         ("a: b", "a: b"),
         ("'quoted #1'", "quoted #1"),
         ('"null"', "null"),
+        ("'a' #b", "'a' #b"),
+        ("[x]", "[x]"),
     ],
 )
 def test_an_override_of_text_is_taken_as_it_stands(write, text, value):
@@ -139,6 +142,7 @@ def test_an_override_of_text_is_taken_as_it_stands(write, text, value):
 def test_an_override_of_text_or_something_else_is_yaml_where_it_is_no_text(write):
     config = load(write(), ["data.path={a: 1, b: 2}", "init_from=null", "model.tie_embeddings=false", "optim.lr=3e-4 # as before"])
     assert config.data.path == {"a": 1, "b": 2} and config.init_from is None
+    assert load(write(), ["resume.allow= [optim.lr] # one"]).resume.allow == ["optim.lr"]
     assert not config.model.tie_embeddings and config.optim.lr == 3e-4
 
 
