@@ -10,9 +10,10 @@ choice is wanted) instead of 10 and false.
 
 from __future__ import annotations
 
+import re
 from functools import reduce
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -378,6 +379,7 @@ def _neighbours(value: int, step: int) -> list[int]:
     return [n for n in (below, below + step) if n > 0]
 
 
+QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""", re.DOTALL)  # one quoted text of YAML, from end to end
 SWEEP = {"base", "seeds", "variants"}  # keys that a file of `pdn_train.sweep` always has, and a run's never
 
 
@@ -458,9 +460,9 @@ def _is_text(key: str, text: str) -> bool:
     """Whether this value of the key is the text as it stands: it may be any, and is neither quoted nor another value that the key takes."""
     field = _field(key)
     kinds = () if field is None else get_args(field.annotation) if isinstance(field.annotation, UnionType) else (field.annotation,)
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in kinds)
-    return str in kinds and text not in ("", "null", "~") and not (quoted or mapping)
+    null = text in ("null", "~") or (text == "" and NoneType in kinds)
+    return str in kinds and not (null or mapping or QUOTED.fullmatch(text))
 
 
 def default(key: str) -> Any:

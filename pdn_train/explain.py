@@ -45,7 +45,13 @@ def _explain(fault: dict, every: list[str]) -> str:
         return f"{key} is missing"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    return f"{key}={_shown(fault['input'])}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+    quotes = "; text that reads like null or a number stands in quotes" if _might_be_text(fault) else ""
+    return f"{key}={_shown(fault['input'])}: {fault['msg'][0].lower()}{fault['msg'][1:]}{quotes}"
+
+
+def _might_be_text(fault: dict) -> bool:
+    """Whether text was wanted and YAML made something else of what was written."""
+    return fault["type"] == "string_type" and not isinstance(fault["input"], dict | list)
 
 
 def _shown(value: Any) -> str:
