@@ -220,7 +220,7 @@ def dry_run(config: Config, world_size: int, overrides: list[str]) -> str:
 def chosen(config: Config, overrides: list[str]) -> str:
     """The settings that are not the defaults, a line each."""
     said = {item.partition("=")[0] for item in overrides}
-    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed(config).items()}
+    values = {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in changed(config).items()}
     lines = [f"{key}={value}{' (command line)' * (key in said or key.partition('.')[0] in said)}" for key, value in values.items()]
     return "settings  " + "\n          ".join(lines)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pdn_train import train
+from pdn_train import config, train
 
 STEPS, EVERY = 14, 4
 SAME = ("step", "tokens", "loss", "lr", "grad_norm", "skipped_steps")
@@ -385,6 +385,20 @@ def test_dry_run_starts_nothing(write):
     assert not run_dir(config).exists()
     said = finish(start_one(config, "--dry-run", "launch.gpus_per_node=2", "model.vocab_size=300"), 2)
     assert said.splitlines()[-1].endswith("set model.vocab_size to at least 512") and said.splitlines()[-1].startswith("error: ")
+
+
+def test_settings_that_are_not_the_defaults_are_listed():
+    """As they are, those of the command line marked; launch.nodes=1 is the default."""
+    data = {"path": {"données #1": 2.0}, "seq_len": 64}
+    chosen = config.build({"run_dir": "runs/a #b", "data": data, "optim": {"betas": [0.9, 0.99]}, "init_from": "1e3"}, "test")
+    said = train.chosen(chosen, ["run_dir=runs/a #b", "data={path: ...}", "launch.nodes=1"])
+    assert [line[10:] for line in said.splitlines()] == [
+        "run_dir=runs/a #b (command line)",
+        "init_from=1e3",
+        'data.path={"données #1": 2.0} (command line)',
+        "data.seq_len=64 (command line)",
+        "optim.betas=[0.9, 0.99]",
+    ]
 
 
 def test_overrides_may_be_left_out(capsys):
