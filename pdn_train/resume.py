@@ -79,7 +79,7 @@ def require_same_run(saved: Saved, config: Config, data: dict, world: World) -> 
     differing = [f"{key}: {_get(then, key)!r} then, {_get(now, key)!r} now" for key in keys if _get(then, key) != _get(now, key)]
     if saved.state["data"] != data:
         climb = _climb_difference(saved.state, now, data)
-        differing.append(f"data.path: {climb or _data_difference(saved.state['data'], data, now['data']['path'])}")
+        differing.append(f"data.path: {climb or _data_difference(saved.state['data'], data, _get(then, 'data.path'), now['data']['path'])}")
     allowed = [key for key in config.resume.allow if key not in SHAPES]
     refused = [text for text in differing if text.partition(":")[0] not in allowed]
     if refused:
@@ -142,28 +142,46 @@ def _get(tree: dict, key: str) -> object:
     return tree[section].get(name, default(key))
 
 
-def _data_difference(then: dict, now: dict, path: str | dict[str, float] | None) -> str:
-    """Of two fingerprints of samples; path: data.path now, whose folders are named."""
+DataPath = str | dict[str, float] | None  # data.path
+
+
+def _data_difference(then: dict, now: dict, path_then: DataPath, path_now: DataPath) -> str:
+    """Of two fingerprints of samples, whose folders are named as data.path names them."""
     differing = []
     for key in (key for key in sorted({*then, *now}) if then.get(key) != now.get(key)):
-        before, after = then.get(key), now.get(key)
-        if key != "folders":
-            differing.append(f"{key} {before!r} then, {after!r} now")
-        elif before and after and len(before) == len(after):
-            names = list(path) if isinstance(path, dict) else [path]
-            differing += [said for one in zip(names, before, after, strict=True) if (said := _folder_difference(*one))]
+        if key == "folders":
+            differing.append(_mixture_difference(then.get(key, []), now.get(key, []), _names(path_then), _names(path_now)))
         else:
-            differing.append(f"{counted(len(before or []), 'folder')} then, {len(after or [])} now")
+            differing.append(f"{key} {then.get(key)!r} then, {now.get(key)!r} now")
     return ", ".join(differing)
 
 
-def _folder_difference(name: str, then: dict, now: dict) -> str | None:
-    """What has changed of a folder of shards, without its manifest's checksum, which tells nobody anything."""
-    if then == now:
-        return None
+def _names(path: DataPath) -> list[str]:
+    return list(path) if isinstance(path, dict) else [] if path is None else [path]
+
+
+def _mixture_difference(then: list[dict], now: list[dict], names_then: list[str], names_now: list[str]) -> str:
+    """What has changed folder by folder; all of both where some came, went or changed places, on which the order of samples depends too."""
+    manifests_then, manifests_now = ([folder["manifest"] for folder in folders] for folders in (then, now))
+    moved = manifests_then != manifests_now and sorted(manifests_then) == sorted(manifests_now)
+    if len(then) != len(now) or moved:
+        return f"{_listed(names_then, then)} then, {_listed(names_now, now)} now"
+    return ", ".join(_folder_difference(*one) for one in zip(names_now, then, now, strict=True) if one[1] != one[2])
+
+
+def _listed(names: list[str], folders: list[dict]) -> str:
+    weighed = [f"{name} (weight {folder['weight']})" for name, folder in zip(names, folders, strict=True)]
+    return " + ".join(weighed) or "no folder"
+
+
+def _folder_difference(name: str, then: dict, now: dict) -> str:
+    """Without the manifests' checksums, which tell nobody anything."""
+    differing = []
     if then["manifest"] != now["manifest"]:
-        return f"{name} has other shards ({then['tokens']:,} tokens then, {now['tokens']:,} now)"
-    return f"{name} has weight {then['weight']:g} then, {now['weight']:g} now"
+        differing.append(f"other shards ({then['tokens']:,} tokens then, {now['tokens']:,} now)")
+    if then["weight"] != now["weight"]:
+        differing.append(f"weight {then['weight']} then, {now['weight']} now")
+    return f"{name} has " + " and ".join(differing)
 
 
 def _climb_difference(state: dict, now: dict, data: dict) -> str | None:

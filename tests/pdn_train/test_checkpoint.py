@@ -168,6 +168,8 @@ def test_a_copy_under_a_later_step_s_name_is_passed_over(root, caplog):
     assert newest_whole(root, WORLD).progress.step == 20 and newest(root).name == folder_name(20)
     assert "step_0000000050: state.json is of step 10" in caplog.text
     assert read_whole(root / "step_best")["progress"]["step"] == 10
+    save(root, 50)
+    assert newest_whole(root, WORLD).progress.step == 50
 
 
 def test_what_took_the_name_of_an_unfinished_one_is_swept_away(root):
@@ -323,28 +325,39 @@ def test_a_run_that_differs_is_refused_with_every_difference(root):
         require_same_run(saved, config(optim={"lr": 1e-3}), DATA, WORLD)
 
 
-def mixed(**weights: float) -> dict:
-    return {"folders": [{"manifest": name[0], "tokens": 1000 * len(name), "weight": weight} for name, weight in weights.items()]}
+def mixed(**weights: float) -> tuple[Config, dict]:
+    """The run of a mixture, and its samples' fingerprint."""
+    folders = [{"manifest": name[0], "tokens": 1000 * len(name), "weight": weight} for name, weight in weights.items()]
+    return config(data={"path": weights}), {"folders": folders}
+
+
+MQAR = (config(data={"path": None, "mqar_pairs": 4}), {"mqar": {"pairs": 4}})
 
 
 @pytest.mark.parametrize(
     "then, now, said",
     [
-        (mixed(a=3, b=1), mixed(a=3, b=2), "data.path: b has weight 1 then, 2 now. Use"),
-        (mixed(a=3, b=1), mixed(bb=3, b=1), "data.path: bb has other shards (1,000 tokens then, 2,000 now). Use"),
-        (mixed(a=1), mixed(a=1, b=1), "data.path: 1 folder then, 2 now. Use"),
-        (mixed(a=1), {"mqar": {"pairs": 4}}, "data.path: 1 folder then, 0 now, mqar None then, {'pairs': 4} now. Use"),
+        (mixed(a=3.0, b=1.0), mixed(a=3.0, b=2.0), "b has weight 1.0 then, 2.0 now"),
+        (mixed(a=3.0, b=0.1234567), mixed(a=3.0, b=0.1234568), "b has weight 0.1234567 then, 0.1234568 now"),
+        (mixed(a=3.0, b=1.0), mixed(cc=3.0, b=1.0), "cc has other shards (1,000 tokens then, 2,000 now)"),
+        (
+            mixed(a=3.0, b=1.0),
+            mixed(cc=2.0, b=4.0),
+            "cc has other shards (1,000 tokens then, 2,000 now) and weight 3.0 then, 2.0 now, b has weight 1.0 then, 4.0 now",
+        ),
+        (mixed(a=1.0), mixed(a=1.0, b=2.0), "a (weight 1.0) then, a (weight 1.0) + b (weight 2.0) now"),
+        (mixed(a=3.0, b=1.0), mixed(b=1.0, a=3.0), "a (weight 3.0) + b (weight 1.0) then, b (weight 1.0) + a (weight 3.0) now"),
+        (mixed(a=1.0), MQAR, "a (weight 1.0) then, no folder now, mqar None then, {'pairs': 4} now"),
     ],
 )
 def test_what_has_changed_of_a_mixture_is_named(root, then, now, said):
     """By its folder and without checksums."""
     checkpoints = Checkpoints(root, config().checkpoint, WORLD)
-    checkpoints.save(FilesOnly(), Progress(10), config(), then)
+    checkpoints.save(FilesOnly(), Progress(10), *then)
     checkpoints.finish()
-    names_now = {"bb" if now == mixed(bb=3, b=1) else "a": 3, "b": 1}
     with pytest.raises(CheckpointError) as caught:
-        require_same_run(newest_whole(root, WORLD), config(data={"path": names_now}), now, WORLD)
-    assert said in str(caught.value)
+        require_same_run(newest_whole(root, WORLD), *now, WORLD)
+    assert f"data.path: {said}. Use another run_dir, or name the keys in resume.allow" in str(caught.value)
 
 
 @pytest.mark.parametrize("steps", [10, 7])
