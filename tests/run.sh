@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the project where needed, then runs the tests: `bash tests/run.sh [pytest arguments]`. No GPU is needed. Without one the files are
 # spread over up to four pytest processes; `-n 0` among the arguments keeps them in one, for --pdb and -s.
-# `bash tests/run.sh --slurm [pytest arguments]` runs all tests of the launcher and of faults instead, those marked long too (20 to 28 minutes
+# `bash tests/run.sh --slurm [pytest arguments]` runs all tests of the launcher and of faults instead, those marked long too (13 to 28 minutes
 # on 2 busy cores): on a SLURM cluster of their own, for which root is needed and Debian's packages are installed where they are missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."

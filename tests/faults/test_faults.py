@@ -152,7 +152,7 @@ def test_the_run_folder_disappears(make_whole_run):
 def test_a_folder_that_cannot_be_written(make_whole_run):
     run = make_whole_run("readonly")
     run.path.write_text("a file where the folder should be")
-    assert f"run_dir={run.path} cannot be written" in finish(launch(run), 2)
+    assert f"run_dir={run.path} is a file; choose another run_dir" in finish(launch(run), 2)
 
 
 @pytest.mark.long
