@@ -25,8 +25,8 @@ Where the gates of all blocks are mild, as they nearly always are, the four leve
 
 for every pair i > j of the block: the factor of the row that reads is at most 1, that of the written row at least 1. `mild` says whether
 the latter stay below 2^96 (2^4 where inputs are fp16, whose keys may be large), and then two rounded factors are as exact as those of a
-level: both hold the same rounded gates. No factor holds a gate that comes after its row, so what a gate says of later rows alone it says
-to the bit.
+level: both hold the same rounded gates. No factor holds a gate that comes after its row, so past outputs
+do not change in any bit with a later gate, but where that gate decides that its chunk is not mild, and then by roundings.
 """
 
 from __future__ import annotations

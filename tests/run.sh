@@ -19,6 +19,6 @@ elif python -c 'import xdist' 2>/dev/null; then
     workers=(-n "$((cores < 4 ? cores : 4))" --dist loadfile)  # a file's tests share what its fixtures have trained
 else
     workers=()
-    echo "pytest-xdist is not installed here (pip install pytest-xdist): all tests in one process, which takes twice as long" >&2
+    echo "pytest-xdist is not installed here (pip install pytest-xdist): all tests in one process, which takes longer" >&2
 fi
 exec python -m pytest "${workers[@]}" "$@"
